@@ -1,0 +1,94 @@
+"""Settings of the scheduler and of the KV cache: frozen values whose ranges are checked once, at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from giveway.core.errors import ConfigError
+
+MOST_URGENT_CLASS = 0
+LEAST_URGENT_CLASS = 100
+DEFAULT_CLASS = 10
+
+
+class SchedulingPolicy(Enum):
+    """Who goes first, and therefore who gives way."""
+
+    PRIORITY = "priority"  # smaller class first, then arrival; strictly less urgent residents give way
+    FCFS = "fcfs"  # arrival alone; the newest gives way (LIFO)
+    NONE = "none"  # the control: arrival order, nobody ever gives way, and a full pool loses the batch
+
+
+class PreemptionChoice(Enum):
+    """What becomes of a victim's KV, by option."""
+
+    SWAP = "swap"  # keep it in host memory; recompute only where the host pool has no room
+    RECOMPUTE = "recompute"  # drop it, and prefill prompt + generated tokens again
+
+
+def blocks_for(num_slots: int, block_size: int) -> int:
+    """Return the number of blocks that `num_slots` token slots take (blocks)."""
+    return -(-num_slots // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes of the KV pools."""
+
+    num_device_blocks: int  # blocks that requests compute in
+    num_host_blocks: int = 0  # blocks that swapped-out KV is parked in; 0: preemption always recomputes
+    block_size: int = 16  # tokens per block
+    enable_prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.block_size < 1:
+            raise ConfigError(f"block_size is {self.block_size}; at least 1 token per block")
+        if self.num_device_blocks < 1:
+            raise ConfigError(
+                f"the KV pool has {self.num_device_blocks} blocks, so there is no room for even one of "
+                f"{self.block_size} tokens. Raise --kv-cache-memory-bytes or --num-kv-blocks."
+            )
+        if self.num_host_blocks < 0:
+            raise ConfigError(f"num_host_blocks is {self.num_host_blocks}; 0 turns swapping off, less is no size")
+
+    @property
+    def num_device_slots(self) -> int:
+        """Tokens whose KV the device pool can hold."""
+        return self.num_device_blocks * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and rules of one step."""
+
+    max_num_seqs: int = 64  # seats: requests resident at the same time
+    max_num_batched_tokens: int = 2048  # token budget of a step
+    max_model_len: int = 8192  # prompt + output tokens of one request
+    policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
+    preemption_mode: PreemptionChoice = PreemptionChoice.SWAP
+    overlapped_copies: bool = False  # False: every copy of a plan has ended when its outcome arrives
+    copy_timeout_s: float = 30.0  # an overlapped copy not heard of for so long counts as failed
+    max_guest_looks: int = 32  # newcomers looked at behind the first that did not fit
+    check_invariants: bool = False  # the full consistency check after every commit: tests, debugging
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that every seat can get a token."""
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_guest_looks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; at least 1 needed")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; at least 2: one prompt and one output token")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                "some seats would get no token in a step. Raise the first or lower the second."
+            )
+        if not self.copy_timeout_s > 0:
+            raise ConfigError(f"copy_timeout_s is {self.copy_timeout_s}; it must be above 0 seconds")
+
+
+def clamp_class(priority: int) -> int:
+    """Return the class that a client's integer stands for: negative numbers, a habit from vLLM, count as 0."""
+    return min(max(priority, MOST_URGENT_CLASS), LEAST_URGENT_CLASS)

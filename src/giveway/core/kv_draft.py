@@ -1,0 +1,137 @@
+"""A what-if view over the KV cache: a plan takes, shares and releases blocks here without writing anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import cast
+
+from giveway.core.errors import InvariantError
+from giveway.core.ids import BlockTable, DeviceBlockId, RequestId
+from giveway.core.kv_cache import HostTable, KVCache
+
+
+class KVDraft:
+    """Counts and concrete ids of the blocks that a plan may still use; dies with the plan."""
+
+    __slots__ = (
+        "_change",
+        "_host_taken",
+        "_idle",
+        "_kv",
+        "_num_free_taken",
+        "_overwritten",
+        "_released",
+        "_revived",
+        "num_available",
+        "num_host_available",
+        "num_promised",
+    )
+
+    def __init__(self, kv: KVCache) -> None:
+        self._kv = kv
+        self.num_available = kv.device.num_available  # device blocks this plan may still take
+        self.num_host_available = kv.host.num_available
+        self.num_promised = _num_promised(kv)  # device blocks that come back when a copy under way ends
+        self._num_free_taken = 0
+        self._host_taken = 0
+        self._idle: Iterator[int] | None = None
+        self._released: dict[DeviceBlockId, None] = {}  # by victims of this plan, last owner gone
+        self._revived: set[int] = set()  # idle blocks that a prefix hit of this plan shares
+        self._overwritten: set[int] = set()  # findable blocks that this plan hands out: found no more
+        self._change: dict[int, int] = {}  # references added or dropped by this plan
+
+    def references(self, block: DeviceBlockId) -> int:
+        """Return how many hold the block, this plan included."""
+        return self._kv.device.references(block) + self._change.get(block, 0)
+
+    def num_unreferenced(self, blocks: Iterable[DeviceBlockId]) -> int:
+        """Count the blocks nobody holds: sharing them takes as much room as taking new ones."""
+        return sum(1 for block in blocks if not self.references(block))
+
+    def take(self, count: int) -> BlockTable:
+        """Set `count` blocks aside: free ones first, then idle ones, then those of this plan's victims."""
+        if count > self.num_available:
+            raise InvariantError(f"the plan takes {count} blocks of {self.num_available} available")
+        self.num_available -= count
+        blocks = list(self._kv.device.peek_free(self._num_free_taken, count))
+        self._num_free_taken += len(blocks)
+        while len(blocks) < count:
+            blocks.append(self._next_idle_or_released())
+        return cast("BlockTable", tuple(blocks))
+
+    def _next_idle_or_released(self) -> int:
+        if self._idle is None:
+            self._idle = self._kv.device.idle_blocks()
+        for block in self._idle:
+            if block not in self._revived:
+                self._overwritten.add(block)
+                return block
+        block = next(iter(self._released))
+        del self._released[block]
+        self._overwritten.add(block)
+        return block
+
+    def find_prefix(self, request_id: RequestId, num_known_tokens: int) -> BlockTable:
+        """Return the findable prefix of a request, up to the first block that this plan has handed out already."""
+        found = self._kv.find_prefix(request_id, num_known_tokens)
+        for place, block in enumerate(found):
+            if block in self._overwritten:
+                return found[:place]
+        return found
+
+    def share(self, blocks: BlockTable) -> None:
+        """Add a reference to prefix blocks."""
+        for block in blocks:
+            if not self.references(block):
+                self.num_available -= 1
+                if block in self._released:
+                    del self._released[block]
+                else:
+                    self._revived.add(block)
+            self._change[block] = self._change.get(block, 0) + 1
+
+    def release(self, table: BlockTable) -> None:
+        """Drop a victim's references; blocks without another owner can be taken from now on."""
+        for block in table:
+            self._change[block] = self._change.get(block, 0) - 1
+            if not self.references(block):
+                self.num_available += 1
+                self._released[block] = None
+
+    def promise(self, table: BlockTable) -> None:
+        """Count a victim's blocks as coming back later: its copy out overlaps with this and later steps."""
+        self.num_promised += self.num_freed_by([table], keep=())
+
+    def hold(self, count: int) -> None:
+        """Keep blocks from everybody further down the ranking: a request waits for a copy to complete its room."""
+        taken = min(count, self.num_available)
+        self.num_available -= taken
+        self.num_promised = max(0, self.num_promised - (count - taken))
+
+    def num_freed_by(self, tables: Iterable[BlockTable], keep: Collection[DeviceBlockId]) -> int:
+        """Count the blocks that these owners free together: a shared block is freed when its last owner goes.
+
+        keep: blocks that the beneficiary wants to share itself; they do not make room for it.
+        """
+        dropped: Counter[DeviceBlockId] = Counter()
+        for table in tables:
+            dropped.update(table)
+        return sum(1 for block, count in dropped.items() if count == self.references(block) and block not in keep)
+
+    def take_host(self, count: int) -> HostTable | None:
+        """Set host blocks aside, or return None when the host pool lacks room."""
+        if count > self.num_host_available:
+            return None
+        self.num_host_available -= count
+        blocks = self._kv.host.peek_free(self._host_taken, count)
+        self._host_taken += count
+        return cast("HostTable", tuple(blocks))
+
+
+def _num_promised(kv: KVCache) -> int:
+    """Count the device blocks that nobody but copies under way holds."""
+    if not kv.copies:
+        return 0
+    live = [copy for copy in kv.copies.values() if copy.copy_id not in kv.lost]
+    return sum(1 for copy in live for block in copy.device_blocks if kv.device.references(block) == 1)

@@ -1,0 +1,218 @@
+"""What a step is: a frozen `StepPlan`, and the `StepOutcome` that comes back from executing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from giveway.core.ids import BlockTable, CopyId, RequestId, TokenId
+from giveway.core.kv_cache import BlockCopy, CopyDirection
+from giveway.core.request import StopDecision
+
+__all__ = [
+    "Admission",
+    "BlockCopy",
+    "CopyDirection",
+    "Decodes",
+    "Deferral",
+    "DeferralReason",
+    "GivenUp",
+    "Growth",
+    "Preemption",
+    "PreemptionMode",
+    "ScheduledChunk",
+    "StepOutcome",
+    "StepPlan",
+    "SwapIn",
+    "TokenLogprobs",
+]
+
+
+class PreemptionMode(Enum):
+    """What becomes of the KV of a victim."""
+
+    SWAP = "swap"  # copied to the host, and back later
+    RECOMPUTE = "recompute"  # dropped; prompt + generated tokens are prefilled again later
+    UN_ADMIT = "un_admit"  # nothing of its own was computed: the admission is taken back
+
+
+class DeferralReason(Enum):
+    """Why a request was not served in a step."""
+
+    NO_DEVICE_BLOCKS = "no_device_blocks"  # the pool lacks room, and those it may displace would not free enough
+    NO_TOKENS = "no_tokens"  # the token budget of the step went to more urgent work
+    NO_SEAT = "no_seat"  # every seat is taken by work that it may not displace
+    COPY_IN_FLIGHT = "copy_in_flight"  # its own copy, or the copy that frees its room, is under way
+    FORCED_OUT = "forced_out"  # told to give way in this very step
+    FAULT_ISOLATION = "fault_isolation"  # a failed step is being repeated in parts to find the culprit
+    BEHIND_DEFERRED = "behind_deferred"  # not looked at: a better-ranked request could not be served
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """One resident gives way."""
+
+    victim: RequestId
+    beneficiary: RequestId | None  # None: told to, by command
+    mode: PreemptionMode
+    num_blocks: int  # blocks of its table
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a seat and blocks to compute in: hits from the prefix index, then new ones."""
+
+    request_id: RequestId
+    hits: BlockTable
+    new: BlockTable
+    is_guest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """A swapped request takes a seat; `copy` brings its KV into the first blocks of `table`."""
+
+    copy: BlockCopy
+    table: BlockTable
+    is_guest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The block table of a resident is replaced by a longer one."""
+
+    request_id: RequestId
+    table: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens of one prefill in this step."""
+
+    request_id: RequestId
+    start: int  # position of the first token
+    num_tokens: int
+    samples: bool  # the chunk ends the known tokens, so the next one is chosen
+    block_table: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Steady decodes, as columns: one token each, and each samples."""
+
+    request_ids: tuple[RequestId, ...] = ()
+    positions: tuple[int, ...] = ()  # of the token to compute
+    block_tables: tuple[BlockTable, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """A request that was looked at and not served, and why."""
+
+    request_id: RequestId
+    reason: DeferralReason
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A request that can never go on, although nothing else holds what it lacks; it ends with this message."""
+
+    request_id: RequestId
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything one step does. Executed in this order: copies out, copies in, forward, sample."""
+
+    step_id: int
+    state_version: int  # of the state it was made on; commit refuses any other
+    preemptions: tuple[Preemption, ...] = ()
+    copies_out: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[SwapIn, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    growths: tuple[Growth, ...] = ()
+    chunks: tuple[ScheduledChunk, ...] = ()
+    decodes: Decodes = field(default_factory=Decodes)
+    deferrals: tuple[Deferral, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether executing the plan would touch nothing on the device."""
+        return not (self.chunks or self.decodes or self.copies_out or self.swap_ins)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the plan changes nothing at all."""
+        return self.is_idle and not (self.preemptions or self.admissions or self.given_up)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by the forward pass."""
+        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """Return the requests that compute in this step: chunks, then decodes."""
+        return tuple(chunk.request_id for chunk in self.chunks) + self.decodes.request_ids
+
+    def chunk_of(self, request_id: RequestId) -> ScheduledChunk | None:
+        """Return the tokens of one request in this step, a decode as a chunk of one token; None if not served."""
+        for chunk in self.chunks:
+            if chunk.request_id == request_id:
+                return chunk
+        decodes = self.decodes
+        if request_id in decodes.request_ids:
+            row = decodes.request_ids.index(request_id)
+            return ScheduledChunk(request_id, decodes.positions[row], 1, True, decodes.block_tables[row])
+        return None
+
+    def describe(self) -> str:
+        """Return the plan in words, one action a line."""
+        lines = [f"step {self.step_id}: {self.num_tokens} tokens"]
+        for p in self.preemptions:
+            who = f"for {p.beneficiary}" if p.beneficiary else "by command"
+            lines.append(f"  {p.victim} gives way {who}: {p.mode.value}, {p.num_blocks} blocks")
+        lines += [f"  {s.copy.request_id} is swapped in: {len(s.copy.device_blocks)} blocks" for s in self.swap_ins]
+        lines += [
+            f"  {a.request_id} is admitted{' as a guest' if a.is_guest else ''}: "
+            f"{len(a.hits)} blocks found, {len(a.new)} new"
+            for a in self.admissions
+        ]
+        lines += [f"  {c.request_id} prefills {c.start}..{c.start + c.num_tokens - 1}" for c in self.chunks]
+        if self.decodes:
+            lines.append(f"  decode: {', '.join(self.decodes.request_ids)}")
+        lines += [f"  {d.request_id} waits: {d.reason.value}" for d in self.deferrals]
+        lines += [f"  {g.request_id} ends: {g.message}" for g in self.given_up]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, natural logarithm."""
+
+    token_id: TokenId  # the token that was chosen, or the prompt token that stands there
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[TokenId, float], ...]  # the k most likely, best first; ties: smaller id first
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What executing a plan gave. Missing entries mean "nothing to say", never "failed"."""
+
+    step_id: int
+    now_s: float  # when the step ended
+    duration_s: float = 0.0
+    sampled: Mapping[RequestId, TokenId] = field(default_factory=dict)
+    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    # Of the tokens after each position of a chunk, first position first.
+    prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    faults: Mapping[RequestId, str] = field(default_factory=dict)  # ends that request alone
+    stops: Mapping[RequestId, StopDecision] = field(default_factory=dict)
+    finished_copies: tuple[CopyId, ...] = ()
+    failed_copies: tuple[CopyId, ...] = ()

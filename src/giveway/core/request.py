@@ -1,0 +1,234 @@
+"""A request: what was asked (frozen), how far it is (written by the scheduler alone), and the legal moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from giveway.core.config import DEFAULT_CLASS, blocks_for
+from giveway.core.errors import InvariantError
+from giveway.core.ids import RequestId, TokenId
+from giveway.core.sampling import SamplingParams
+
+
+class RequestState(Enum):
+    """Where the KV of a request is. Prefill or decode follows from the counters; it is not a state."""
+
+    WAITING = auto()  # known, owns no KV
+    RUNNING = auto()  # resident: owns device blocks and a seat
+    SWAPPING_OUT = auto()  # device blocks pinned while they are copied to reserved host blocks
+    SWAPPED = auto()  # KV complete on the host
+    SWAPPING_IN = auto()  # resident: both tiers pinned while KV returns
+    PREEMPTED = auto()  # KV dropped; prompt and generated tokens are kept
+    FINISHED = auto()  # terminal; FinishReason says why
+
+
+LEGAL_MOVES: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.SWAPPING_OUT, RequestState.WAITING, RequestState.FINISHED}
+    ),
+    RequestState.SWAPPING_OUT: frozenset({RequestState.SWAPPED, RequestState.PREEMPTED, RequestState.FINISHED}),
+    RequestState.SWAPPED: frozenset({RequestState.SWAPPING_IN, RequestState.PREEMPTED, RequestState.FINISHED}),
+    RequestState.SWAPPING_IN: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.FINISHED}),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+NEWCOMER_STATES = frozenset({RequestState.WAITING, RequestState.SWAPPED, RequestState.PREEMPTED})
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are those of the OpenAI API where it has one."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or no room for another token
+    ABORT = "abort"  # its caller took it back
+    ERROR = "error"  # a fault of its own
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What was asked, resolved to numbers; never changes."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[TokenId, ...]
+    max_new_tokens: int  # tokens; resolved, at least 1
+    priority: int = DEFAULT_CLASS  # class; 0 is the most urgent
+    arrival_s: float = 0.0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0  # resolved: the caller's, or drawn once at submission
+    stop_token_ids: frozenset[TokenId] = frozenset()  # resolved: end-of-sequence ids and the caller's
+    bad_word_ids: tuple[tuple[TokenId, ...], ...] = ()  # resolved: every spelling of every bad word
+
+    @property
+    def max_slots(self) -> int:
+        """Slots that the request stores at most: the last token is never stored."""
+        return len(self.prompt_token_ids) + self.max_new_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StopDecision:
+    """Reached outside the core (a stop string matched, a grammar complete): the request ends with this token."""
+
+    reason: FinishReason = FinishReason.STOP
+    detail: str | None = None  # the stop string
+
+
+Rank = tuple[int, int]
+"""(class, arrival number): smaller goes first. The number is unique, so no two requests ever compare equal."""
+
+
+class Request:
+    """Progress of one request. Read by everybody, written by `Scheduler` through the methods below."""
+
+    __slots__ = (
+        "finish_reason",
+        "is_guest",
+        "max_computed_tokens",
+        "num_admissions",
+        "num_computed_tokens",
+        "num_hit_tokens",
+        "num_known_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_recomputed_tokens",
+        "output_token_ids",
+        "rank",
+        "request_id",
+        "spec",
+        "state",
+    )
+
+    def __init__(self, spec: RequestSpec, rank: Rank) -> None:
+        self.spec = spec
+        self.request_id = spec.request_id
+        self.rank = rank
+        self.state = RequestState.WAITING
+        self.output_token_ids: list[TokenId] = []
+        self.num_known_tokens = len(spec.prompt_token_ids)  # prompt + generated
+        self.num_computed_tokens = 0  # leading tokens whose KV exists, on whatever tier
+        self.num_hit_tokens = 0  # of these, taken from the prefix index at the latest admission
+        self.max_computed_tokens = 0  # high-water mark: computing below it again is recomputation
+        self.num_recomputed_tokens = 0
+        self.num_prompt_logprobs = 0  # prompt positions already reported
+        self.num_preemptions = 0  # un-admissions are not counted: nothing was taken
+        self.num_admissions = 0
+        self.is_guest = False  # admitted behind a deferred newcomer, which may displace it within its class
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token still has to be computed."""
+        return self.num_known_tokens - self.num_computed_tokens == 1 and bool(self.output_token_ids)
+
+    @property
+    def num_own_computed_tokens(self) -> int:
+        """Tokens that this residency computed itself: zero means it can be un-admitted for free."""
+        return self.num_computed_tokens - self.num_hit_tokens
+
+    def known_token_ids(self, start: int, stop: int) -> list[TokenId]:
+        """Return prompt + generated tokens from position `start` up to `stop`."""
+        prompt = self.spec.prompt_token_ids
+        num_prompt = len(prompt)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return [*prompt[start:stop], *self.output_token_ids[: max(0, stop - num_prompt)]]
+
+    # Events. Each is called by the scheduler alone.
+
+    def admit(self, *, num_hit_tokens: int, is_guest: bool) -> None:
+        """Become resident; what the prefix index gave counts as computed."""
+        self._move(RequestState.RUNNING)
+        self.num_computed_tokens = self.num_hit_tokens = num_hit_tokens
+        self.is_guest = is_guest
+        self.num_admissions += 1
+
+    def un_admit(self) -> None:
+        """Go back to waiting; nothing of its own was computed. Tokens generated in an earlier life are kept."""
+        if self.num_own_computed_tokens:
+            raise InvariantError(
+                f"{self.request_id} has computed {self.num_own_computed_tokens} tokens: cannot un-admit"
+            )
+        self._move(RequestState.PREEMPTED if self.output_token_ids else RequestState.WAITING)
+        self._lose_kv()
+
+    def preempt(self) -> None:
+        """Lose all KV; everything known is computed again later."""
+        self._move(RequestState.PREEMPTED)
+        self.num_preemptions += 1
+        self._lose_kv()
+
+    def begin_swap_out(self) -> None:
+        """Leave the seat; KV is on its way to the host."""
+        self._move(RequestState.SWAPPING_OUT)
+        self.num_preemptions += 1
+        self.is_guest = False
+
+    def finish_swap_out(self) -> None:
+        """KV is complete on the host."""
+        self._move(RequestState.SWAPPED)
+
+    def begin_swap_in(self, *, is_guest: bool) -> None:
+        """Take a seat; KV is on its way back."""
+        self._move(RequestState.SWAPPING_IN)
+        self.is_guest = is_guest
+        self.num_hit_tokens = 0
+        self.num_admissions += 1
+
+    def finish_swap_in(self) -> None:
+        """KV is complete on the device."""
+        self._move(RequestState.RUNNING)
+
+    def lose_copy(self) -> None:
+        """A copy failed: KV is gone, and everything known is computed again later."""
+        self._move(RequestState.PREEMPTED)
+        self._lose_kv()
+
+    def compute(self, num_tokens: int) -> int:
+        """Count `num_tokens` more as computed. Returns how many of them had been computed before."""
+        start = self.num_computed_tokens
+        self.num_computed_tokens = start + num_tokens
+        again = min(self.max_computed_tokens, self.num_computed_tokens) - start
+        if again < num_tokens:
+            self.max_computed_tokens = self.num_computed_tokens
+        again = max(again, 0)
+        self.num_recomputed_tokens += again
+        return again
+
+    def append(self, token_id: TokenId) -> None:
+        """Take a sampled token; from now on it is never resampled."""
+        self.output_token_ids.append(token_id)
+        self.num_known_tokens += 1
+
+    def report_prompt_logprobs(self, num_positions: int) -> None:
+        """Count prompt positions as reported, so that a recomputation does not report them again."""
+        self.num_prompt_logprobs += num_positions
+
+    def finish(self, reason: FinishReason) -> None:
+        """End, for good."""
+        self._move(RequestState.FINISHED)
+        self.finish_reason = reason
+
+    def _lose_kv(self) -> None:
+        self.num_computed_tokens = 0
+        self.num_hit_tokens = 0
+        self.is_guest = False
+
+    def _move(self, state: RequestState) -> None:
+        if state not in LEGAL_MOVES[self.state]:
+            raise InvariantError(f"{self.request_id}: {self.state.name} -> {state.name} is not a legal move")
+        self.state = state
+
+
+def slots_to_admit(spec: RequestSpec, num_known_tokens: int) -> int:
+    """Slots that an admission or a resume takes: the whole known context and the next token, never a first chunk only.
+
+    Admitting because a first chunk fits would evict the request again before its prefill ends, and burn the compute.
+    """
+    return max(min(num_known_tokens + 1, spec.max_slots), 1)
+
+
+def blocks_to_finish(spec: RequestSpec, block_size: int) -> int:
+    """Blocks that the request owns at most: what `accept` compares with the whole pool."""
+    return blocks_for(max(spec.max_slots, 1), block_size)

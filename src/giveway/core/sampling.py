@@ -1,0 +1,110 @@
+"""How the next token of a request is chosen: the user's wishes, checked once, free of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from giveway.core.errors import InvalidRequestError
+from giveway.core.ids import TokenId
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Wishes of one request. Field names and meanings are those of the OpenAI API and of vLLM.
+
+    A wrong value raises InvalidRequestError that names the field, the value and the range.
+    """
+
+    max_tokens: int | None = None  # tokens; None: whatever still fits after the prompt
+    temperature: float | None = None  # None: the model's own default, else 1.0; 0: greedy
+    top_p: float | None = None  # None: the model's own default, else 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0  # fraction of the most likely token's probability
+    seed: int | None = None  # None: drawn once at submission
+    repetition_penalty: float = 1.0  # prompt and output
+    presence_penalty: float = 0.0  # output only
+    frequency_penalty: float = 0.0  # output only
+    logit_bias: Mapping[TokenId, float] = field(default_factory=lambda: MappingProxyType({}))
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0  # output tokens before an end-of-sequence or stop token may be chosen
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k best
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every range; sequences become tuples so that the value can be shared freely."""
+        given: object = self.stop
+        if isinstance(given, str):  # a bare string, as the OpenAI API allows
+            object.__setattr__(self, "stop", (given,))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _integer("max_tokens", self.max_tokens, low=1)
+        _integer("top_k", self.top_k, low=-1)
+        _integer("min_tokens", self.min_tokens, low=0)
+        _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        _integer("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS)
+        _number("temperature", self.temperature, low=0.0, high=100.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}")
+
+    def _check_lists(self) -> None:
+        _strings("stop", self.stop, MAX_STOP_STRINGS)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, low=0)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias token id", token, low=0)
+            _number("logit_bias value", bias, low=-100.0, high=100.0)
+
+
+def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequestError(f"{name} is {value}; it must be {limit}")
+
+
+def _number(name: str, value: object, *, low: float, high: float, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"{name} must be a number, not {value!r}")
+    if not math.isfinite(value) or value > high or value < low or (open_low and value <= low):
+        limit = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
+        raise InvalidRequestError(f"{name} is {value}; it must be {limit}")
+
+
+def _strings(name: str, values: tuple[object, ...], limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidRequestError(f"{name} has {len(values)} entries; at most {limit} are allowed")
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise InvalidRequestError(f"{name} must hold non-empty strings, not {value!r}")
