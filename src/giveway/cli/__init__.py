@@ -1,0 +1,1 @@
+"""The `giveway` command, one file per subcommand, each loaded only when it is called."""

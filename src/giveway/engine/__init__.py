@@ -1,0 +1,1 @@
+"""The loop around the core: commands in, plan, execute, commit, events out. No tensors."""

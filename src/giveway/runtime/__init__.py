@@ -1,0 +1,1 @@
+"""Models: files, tokenizers and the backends, the only place where tensors live."""

@@ -1,0 +1,89 @@
+"""The one interface between the engine and tensors. Each backend is a subpackage that implements `Backend`.
+
+Everything that crosses it is plain Python: lists of integers in, token ids and floats out. No tensor leaves a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from giveway.core.ids import BlockTable, DeviceBlockId, HostBlockId, RequestId, TokenId
+from giveway.core.plan import TokenLogprobs
+from giveway.core.sampling import SamplingParams
+
+__all__ = ["Backend", "BatchSequence", "SampleInput", "SequenceResult", "TokenLogprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """How to choose the next token after the last row of one sequence of the batch."""
+
+    params: SamplingParams  # temperature and top_p are resolved: never None here
+    seed: int  # resolved; the random number is a function of (seed, output_index) alone
+    output_index: int  # index of the token to be chosen among the output tokens
+    prompt_token_ids: Sequence[TokenId]
+    output_token_ids: Sequence[TokenId]  # everything generated so far, also before a preemption
+    forbidden: Sequence[TokenId] = ()  # tokens with zero probability here: min_tokens, the end of a bad word
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSequence:
+    """The tokens of one request in this forward pass: one for a decode, a slice of the prompt for a prefill chunk."""
+
+    request_id: RequestId
+    token_ids: Sequence[TokenId]  # [num_tokens]
+    start: int  # position of the first token; positions run on from here
+    block_table: BlockTable  # covers start + num_tokens tokens
+    sample: SampleInput | None = None  # None: the chunk does not end the known tokens, nothing is sampled
+    # k: log-probabilities of the tokens *after* each position of this chunk. next_token_ids[i] stands at start + i + 1;
+    # it is shorter than the chunk by one when the chunk holds the last prompt token.
+    num_prompt_logprobs: int | None = None
+    next_token_ids: Sequence[TokenId] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What the forward pass gave for one sequence, in the order of the batch."""
+
+    token_id: TokenId | None = None  # None: nothing was to be sampled, or `fault` says why not
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
+    fault: str | None = None  # for example "logits are not finite": harms this request only
+
+
+class Backend(Protocol):
+    """A model on a device, with its two pools of KV blocks."""
+
+    @property
+    def description(self) -> str:
+        """One line for people: device, dtype, kernels, exact or not."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that can be embedded."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers, K and V."""
+
+    def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        """Allocate and touch both pools. Called once, before anything else. Raises ConfigError if memory is short."""
+
+    def forward(self, batch: Sequence[BatchSequence]) -> list[SequenceResult]:
+        """Write the KV of every token of the batch, attend, and sample where asked.
+
+        Every layer writes all K and V of the batch before any attention of that layer reads. A non-finite logit is a
+        `fault` of its sequence. Anything else that goes wrong raises DeviceFaultError; KV slots of this batch are
+        then of unknown content.
+        """
+
+    def copy_out(self, pairs: Sequence[tuple[DeviceBlockId, HostBlockId]]) -> None:
+        """Copy whole blocks device -> host, synchronously. Raises DeviceFaultError."""
+
+    def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
+        """Copy whole blocks host -> device, synchronously. Raises DeviceFaultError."""
+
+    def close(self) -> None:
+        """Release weights and pools. The backend is not used afterwards."""

@@ -1,0 +1,150 @@
+"""The whole engine without a model: KV slots that remember what they stand for, and tokens computed from them.
+
+Every slot of every tier holds the token written there and the hash of the prefix that ends with it. A forward pass
+reads the whole context back through the block table and checks the chain, so one wrong block, one lost copy or one
+block handed out too early is an InvariantError; and the next token is a function of the hash *read back*, so nothing
+can hide. Only the tensor math is replaced: plan, batch, copies and commit are those of a real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from giveway.core.errors import InvariantError
+from giveway.core.ids import DeviceBlockId, HostBlockId, TokenId
+from giveway.core.plan import TokenLogprobs
+from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult
+
+PrefixHash = int
+
+_START: PrefixHash = 17
+_UNWRITTEN = -1
+
+
+def extend(prefix: PrefixHash, token_id: TokenId) -> PrefixHash:
+    """Hash of a prefix that is one token longer. Tuples of integers hash alike in every process."""
+    return hash((prefix, token_id))
+
+
+def choose_token(prefix: PrefixHash, vocab_size: int, sample: SampleInput) -> TokenId:
+    """Return the next token: a function of the context alone (greedy), or of context, seed and index (sampling)."""
+    key = prefix if sample.params.temperature == 0 else hash((prefix, sample.seed, sample.output_index))
+    token = key % vocab_size
+    while token in sample.forbidden:
+        token = (token + 1) % vocab_size
+    return token
+
+
+class _Tier:
+    """Slots of one pool."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.tokens = [_UNWRITTEN] * (num_blocks * block_size)
+        self.prefixes: list[PrefixHash] = [_UNWRITTEN] * (num_blocks * block_size)
+
+    def copy_block(self, block: int, into: _Tier, target: int) -> None:
+        """Copy one whole block to another tier."""
+        size = self.block_size
+        source, destination = slice(block * size, (block + 1) * size), slice(target * size, (target + 1) * size)
+        into.tokens[destination] = self.tokens[source]
+        into.prefixes[destination] = self.prefixes[source]
+
+
+class DryBackend:
+    """A `Backend` without weights."""
+
+    def __init__(self, vocab_size: int = 1000) -> None:
+        self.vocab_size = vocab_size
+        self._device = _Tier(0, 1)
+        self._host = _Tier(0, 1)
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        return "dry run: no weights, every KV slot checked"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: of SmolLM2-135M in 16 bits, so that swapped bytes mean something."""
+        return self._device.block_size * 30 * 2 * 3 * 64 * 2
+
+    def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        """Make both tiers, unwritten."""
+        self._device = _Tier(num_device_blocks, block_size)
+        self._host = _Tier(num_host_blocks, block_size)
+
+    def forward(self, batch: Sequence[BatchSequence]) -> list[SequenceResult]:
+        """Write all slots of the batch, then read every context back, check it, and choose tokens."""
+        for sequence in batch:
+            self._write(sequence)
+        return [self._read(sequence) for sequence in batch]
+
+    def _write(self, sequence: BatchSequence) -> None:
+        tier, table, size = self._device, sequence.block_table, self._device.block_size
+        for position, token_id in enumerate(sequence.token_ids, start=sequence.start):
+            slot = table[position // size] * size + position % size
+            tier.tokens[slot] = token_id
+            before = _START
+            if position:
+                before = tier.prefixes[table[(position - 1) // size] * size + (position - 1) % size]
+            tier.prefixes[slot] = extend(before, token_id)
+
+    def _read(self, sequence: BatchSequence) -> SequenceResult:
+        end = sequence.start + len(sequence.token_ids)
+        chain = self._read_chain(sequence, end)
+        sample = sequence.sample
+        prompt_logprobs = tuple(
+            _logprobs(token, sequence.num_prompt_logprobs or 0, self.vocab_size, chain[sequence.start + offset])
+            for offset, token in enumerate(sequence.next_token_ids)
+        )
+        if sample is None:
+            return SequenceResult(prompt_logprobs=prompt_logprobs)
+        self._check_context(sequence, sample, chain[-1])
+        token_id = choose_token(chain[-1], self.vocab_size, sample)
+        logprobs = None
+        if sample.params.logprobs is not None:
+            logprobs = _logprobs(token_id, sample.params.logprobs, self.vocab_size, chain[-1])
+        return SequenceResult(token_id, logprobs, prompt_logprobs)
+
+    def _read_chain(self, sequence: BatchSequence, end: int) -> list[PrefixHash]:
+        """Read slots 0 .. end-1 through the block table; each must continue the one before."""
+        tier, size = self._device, self._device.block_size
+        prefix, chain = _START, []
+        for position in range(end):
+            slot = sequence.block_table[position // size] * size + position % size
+            prefix = extend(prefix, tier.tokens[slot])
+            if tier.prefixes[slot] != prefix:
+                raise InvariantError(
+                    f"{sequence.request_id} reads position {position} in block {slot // size}, which holds the KV of "
+                    "another context"
+                )
+            chain.append(prefix)
+        return chain
+
+    def _check_context(self, sequence: BatchSequence, sample: SampleInput, found: PrefixHash) -> None:
+        """Compare what was read back with what the request says its context is."""
+        expected = _START
+        for token_id in (*sample.prompt_token_ids, *sample.output_token_ids):
+            expected = extend(expected, token_id)
+        if found != expected:
+            raise InvariantError(f"{sequence.request_id} attends to a consistent context, but not to its own")
+
+    def copy_out(self, pairs: Sequence[tuple[DeviceBlockId, HostBlockId]]) -> None:
+        """Copy blocks device -> host."""
+        for device_block, host_block in pairs:
+            self._device.copy_block(device_block, self._host, host_block)
+
+    def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
+        """Copy blocks host -> device."""
+        for host_block, device_block in pairs:
+            self._host.copy_block(host_block, self._device, device_block)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _logprobs(token_id: TokenId, count: int, vocab_size: int, prefix: PrefixHash) -> TokenLogprobs:
+    """Numbers that stand in for log-probabilities: a function of the context, so that a shift shows."""
+    top = tuple(((prefix + rank) % vocab_size, -1.0 - rank) for rank in range(count))
+    return TokenLogprobs(token_id, -float((prefix ^ token_id) % 1009) / 100, 1, top)
