@@ -65,11 +65,18 @@ class Backend(Protocol):
         """Number of token ids that can be embedded."""
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one KV block, all layers, K and V."""
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache that one token takes, all layers, K and V."""
+
+    @property
+    def free_memory_bytes(self) -> int:
+        """Bytes of memory that are free for KV pools on the device now."""
 
     def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        """Allocate and touch both pools. Called once, before anything else. Raises ConfigError if memory is short."""
+        """Allocate and touch both pools. Called before anything else; called again, it replaces them.
+
+        Raises ConfigError if memory is short.
+        """
 
     def forward(self, batch: Sequence[BatchSequence]) -> list[SequenceResult]:
         """Write the KV of every token of the batch, attend, and sample where asked.

@@ -65,9 +65,14 @@ class DryBackend:
         return "dry run: no weights, every KV slot checked"
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: of SmolLM2-135M in 16 bits, so that swapped bytes mean something."""
-        return self._device.block_size * 30 * 2 * 3 * 64 * 2
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token: of SmolLM2-135M in 16 bits, so that swapped bytes mean something."""
+        return 30 * 2 * 3 * 64 * 2
+
+    @property
+    def free_memory_bytes(self) -> int:
+        """Enough for a pool of 8,192 tokens at the usual share of a CPU's memory."""
+        return 10 * 8192 * self.kv_bytes_per_token
 
     def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         """Make both tiers, unwritten."""

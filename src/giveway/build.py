@@ -1,0 +1,265 @@
+"""The composition root: from options to an engine. The only place where core, engine and runtime meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from giveway.core.config import (
+    LEAST_URGENT_CLASS,
+    MOST_URGENT_CLASS,
+    CacheConfig,
+    PreemptionChoice,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
+from giveway.core.errors import ConfigError, InvalidRequestError
+from giveway.core.ids import TokenId
+from giveway.core.scheduler import Scheduler
+from giveway.core.tokenizing import Tokenizing
+from giveway.engine.clock import Clock, MonotonicClock
+from giveway.engine.engine import Engine
+from giveway.engine.intake import Defaults, Intake
+from giveway.options import GIB, EngineOptions
+from giveway.runtime.backend import Backend
+from giveway.runtime.model_executor import ModelExecutor
+
+if TYPE_CHECKING:
+    from giveway.runtime.tokenizer.chat_template import ChatTemplate, ChatTokenizing
+
+logger = logging.getLogger("giveway")
+
+DRY_CONTEXT = 8192
+
+
+class ChatEncoder(Protocol):
+    """Messages to token ids."""
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> list[TokenId]:
+        """Return the ids of a conversation, ready for the model's answer. Raises InvalidRequestError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model ready to run: its backend and its text side."""
+
+    name: str
+    backend: Backend
+    tokenizer: Tokenizing
+    encode_chat: ChatEncoder
+    max_positions: int
+    eos_token_ids: frozenset[TokenId]
+    defaults: Defaults
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine with what its users need to know about it."""
+
+    engine: Engine
+    model: Model
+    scheduler_config: SchedulerConfig
+    cache_config: CacheConfig
+
+    def describe(self) -> str:
+        """Return one line for people: model, backend and pool."""
+        cache = self.cache_config
+        block_bytes = cache.block_size * self.model.backend.kv_bytes_per_token
+        return (
+            f"{self.model.name} on {self.model.backend.description}; KV pool {cache.num_device_slots} tokens in "
+            f"{cache.num_device_blocks} blocks ({format_bytes(cache.num_device_blocks * block_bytes)}), host pool "
+            f"{format_bytes(cache.num_host_blocks * block_bytes)}"
+        )
+
+
+def build(options: EngineOptions, clock: Clock | None = None) -> BuiltEngine:
+    """Load the model, size the pools, and connect everything.
+
+    Raises ConfigError, ModelError, MissingDependencyError.
+    """
+    _check(options)
+    model = load_model(options)
+    return build_on(model, options, clock)
+
+
+def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -> BuiltEngine:
+    """Build an engine on a model that is already loaded. Its pools are allocated anew: one engine at a time."""
+    clock = clock or MonotonicClock()
+    cache = size_pools(options, model.backend)
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=_max_model_len(options, model, cache),
+        policy=SchedulingPolicy(options.scheduling_policy),
+        preemption_mode=PreemptionChoice(options.preemption_mode),
+        check_invariants=options.check_invariants,
+    )
+    model.backend.allocate(
+        num_device_blocks=cache.num_device_blocks,
+        num_host_blocks=cache.num_host_blocks,
+        block_size=cache.block_size,
+    )
+    intake = Intake(
+        model.tokenizer,
+        scheduler_config,
+        cache,
+        eos_token_ids=model.eos_token_ids,
+        defaults=Defaults(model.defaults.temperature, model.defaults.top_p, options.default_priority),
+        seed=options.seed,
+    )
+    engine = Engine(
+        Scheduler(scheduler_config, cache),
+        ModelExecutor(model.backend, clock.now),
+        model.tokenizer,
+        intake,
+        clock,
+        block_bytes=cache.block_size * model.backend.kv_bytes_per_token,
+    )
+    return BuiltEngine(engine, model, scheduler_config, cache)
+
+
+def _check(options: EngineOptions) -> None:
+    for name, choices in (
+        ("device", ("auto", "cpu", "cuda", "dry")),
+        ("scheduling_policy", tuple(policy.value for policy in SchedulingPolicy)),
+        ("preemption_mode", tuple(choice.value for choice in PreemptionChoice)),
+    ):
+        if getattr(options, name) not in choices:
+            raise ConfigError(f"{name} is {getattr(options, name)!r}; it must be one of {', '.join(choices)}")
+    if not MOST_URGENT_CLASS <= options.default_priority <= LEAST_URGENT_CLASS:
+        raise ConfigError(f"default_priority is {options.default_priority}; classes are 0 (most urgent) to 100")
+
+
+# Models
+
+
+def load_model(options: EngineOptions) -> Model:
+    """Load what `options.model` names onto `options.device`."""
+    if options.device == "dry":
+        return _dry_model()
+    if options.model == "tiny":
+        return _tiny_model(options)
+    return _real_model(options)
+
+
+def _dry_model() -> Model:
+    from giveway.runtime.dry.dry_backend import DryBackend
+    from giveway.runtime.tokenizer.byte_tokenizer import BYTE_CHAT_TEMPLATE, ByteTokenizer
+    from giveway.runtime.tokenizer.chat_template import ChatTemplate
+
+    tokenizer = ByteTokenizer()
+    return Model(
+        name="dry run",
+        backend=DryBackend(vocab_size=256),
+        tokenizer=tokenizer,
+        encode_chat=_chat_encoder(tokenizer, ChatTemplate(BYTE_CHAT_TEMPLATE), "the dry run"),
+        max_positions=DRY_CONTEXT,
+        eos_token_ids=frozenset(),
+        defaults=Defaults(),
+    )
+
+
+def _tiny_model(options: EngineOptions) -> Model:
+    from giveway.runtime.tokenizer.byte_tokenizer import BYTE_CHAT_TEMPLATE, ByteTokenizer
+    from giveway.runtime.tokenizer.chat_template import ChatTemplate
+    from giveway.runtime.torch import load_backend
+    from giveway.runtime.torch.tiny import tiny_checkpoint
+
+    checkpoint, tokenizer = tiny_checkpoint(), ByteTokenizer()
+    return Model(
+        name="tiny",
+        backend=load_backend(checkpoint, **_backend_arguments(options)),
+        tokenizer=tokenizer,
+        encode_chat=_chat_encoder(tokenizer, ChatTemplate(BYTE_CHAT_TEMPLATE), "tiny"),
+        max_positions=checkpoint.config.max_positions,
+        eos_token_ids=tokenizer.eos_token_ids,
+        defaults=Defaults(),
+    )
+
+
+def _real_model(options: EngineOptions) -> Model:
+    from giveway.runtime.model_source import open_model
+    from giveway.runtime.torch import load_backend
+
+    source = open_model(options.model)
+    return Model(
+        name=source.name,
+        backend=load_backend(source.checkpoint, **_backend_arguments(options)),
+        tokenizer=source.tokenizer,
+        encode_chat=_chat_encoder(source.tokenizer, source.chat_template, source.name),
+        max_positions=source.checkpoint.config.max_positions,
+        eos_token_ids=source.eos_token_ids,
+        defaults=Defaults(
+            temperature=1.0 if source.generation.temperature is None else source.generation.temperature,
+            top_p=1.0 if source.generation.top_p is None else source.generation.top_p,
+        ),
+    )
+
+
+def _backend_arguments(options: EngineOptions) -> dict[str, Any]:
+    return {
+        "device": options.device,
+        "dtype": options.dtype,
+        "exact": options.exact,
+        "num_threads": options.num_threads,
+    }
+
+
+def _chat_encoder(tokenizer: ChatTokenizing, template: ChatTemplate | None, name: str) -> ChatEncoder:
+    from giveway.runtime.tokenizer.chat_template import encode_chat
+
+    def encode(messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> list[TokenId]:
+        if template is None:
+            raise InvalidRequestError(f"{name} has no chat template; send a plain prompt instead of messages")
+        return encode_chat(tokenizer, template, messages, **template_arguments)
+
+    return encode
+
+
+# Pools
+
+
+def size_pools(options: EngineOptions, backend: Backend) -> CacheConfig:
+    """Return the sizes of both pools (blocks). Raises ConfigError when not even one block fits."""
+    if options.block_size < 1:
+        raise ConfigError(f"block_size is {options.block_size}; at least 1 token per block")
+    block_bytes = options.block_size * backend.kv_bytes_per_token
+    if options.num_kv_blocks is not None:
+        num_device_blocks = options.num_kv_blocks
+    else:
+        pool_bytes = options.kv_cache_memory_bytes
+        num_device_blocks = (_default_pool_bytes(options, backend) if pool_bytes is None else pool_bytes) // block_bytes
+    swap_space = options.swap_space
+    num_host_blocks = num_device_blocks // 2 if swap_space is None else swap_space // block_bytes
+    return CacheConfig(num_device_blocks, num_host_blocks, options.block_size, options.enable_prefix_caching)
+
+
+def _default_pool_bytes(options: EngineOptions, backend: Backend) -> int:
+    if options.device == "cuda":
+        return backend.free_memory_bytes * 85 // 100
+    return min(2 * GIB, backend.free_memory_bytes // 10)
+
+
+def _max_model_len(options: EngineOptions, model: Model, cache: CacheConfig) -> int:
+    """Return the longest prompt + output: what the model was trained for, lowered to what the pool holds."""
+    wanted = model.max_positions if options.max_model_len is None else options.max_model_len
+    if wanted > model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but {model.name} was trained for {model.max_positions} tokens. "
+            f"Lower --max-model-len to {model.max_positions}."
+        )
+    holds = cache.num_device_slots + 1  # the last token of a request is never stored
+    if holds < wanted:
+        logger.warning("max_model_len lowered from %d to %d tokens, which is what the KV pool holds", wanted, holds)
+    return min(wanted, holds)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size for people, in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

@@ -1,0 +1,187 @@
+"""The loop: commands in, accept, plan, execute, review, commit, updates out. One step at a time, in one thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+from giveway.core.config import PreemptionChoice
+from giveway.core.errors import DeviceFaultError, InvalidRequestError, KVCacheFullError
+from giveway.core.events import StepEvent
+from giveway.core.executor import Executor
+from giveway.core.ids import RequestId
+from giveway.core.plan import StepOutcome, StepPlan
+from giveway.core.request import RequestSpec, StopDecision
+from giveway.core.sampling import SamplingParams
+from giveway.core.scheduler import Abort, Command, GiveWay, Scheduler, Submit
+from giveway.core.tokenizing import Tokenizing
+from giveway.engine.clock import Clock
+from giveway.engine.intake import Intake, Prompt
+from giveway.engine.outputs import RequestUpdate
+from giveway.engine.tracker import RequestTracker
+
+Listener = Callable[[StepPlan | None, Sequence[StepEvent]], None]
+"""Called after every step with its plan (None: no step was made) and events. It must not write back."""
+
+
+class Engine:
+    """Serves requests on one model. `submit` and `abort` may be called from any thread, `step` from one only."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizing,
+        intake: Intake,
+        clock: Clock,
+        *,
+        block_bytes: int,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.block_bytes = block_bytes
+        self._executor = executor
+        self._intake = intake
+        self._listeners = list(listeners)
+        self._inbox: deque[Command] = deque()
+        self._tracked: dict[RequestId, RequestTracker] = {}
+        self._numbers = count()
+
+    # Any thread
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        request_id: str | None = None,
+    ) -> RequestId:
+        """Hand in a request; it is looked at in the next step. Raises InvalidRequestError, and then nothing is kept.
+
+        prompt: text, or token ids. priority: 0 is the most urgent; None: the default class.
+        """
+        return self.submit_spec(*self.make_spec(prompt, sampling, priority=priority, request_id=request_id))
+
+    def make_spec(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        request_id: str | None = None,
+    ) -> tuple[RequestSpec, str | None]:
+        """Resolve and check a request without handing it in. Returns it with the prompt's text, if it was text."""
+        name = RequestId(request_id if request_id is not None else f"request-{next(self._numbers)}")
+        if name in self._tracked:
+            raise InvalidRequestError(f"request id {name!r} is already in use")
+        spec = self._intake.make_spec(
+            name, prompt, sampling or SamplingParams(), priority=priority, arrival_s=self.clock.now()
+        )
+        self.scheduler.check_request(spec)
+        return spec, prompt if isinstance(prompt, str) else None
+
+    def submit_spec(self, spec: RequestSpec, prompt: str | None = None) -> RequestId:
+        """Hand in a request that make_spec has checked."""
+        tracker = RequestTracker(spec, prompt, self.tokenizer, self.block_bytes)
+        if self._tracked.setdefault(spec.request_id, tracker) is not tracker:
+            raise InvalidRequestError(f"request id {spec.request_id!r} is already in use")
+        self._inbox.append(Submit(spec))
+        return spec.request_id
+
+    def abort(self, request_id: RequestId) -> None:
+        """Take a request back. Unknown or finished ids are ignored: it may have ended just now."""
+        if request_id in self._tracked:
+            self._inbox.append(Abort(request_id))
+
+    def give_way(self, request_id: RequestId, choice: PreemptionChoice = PreemptionChoice.SWAP) -> None:
+        """Tell a running request to give way in the next step."""
+        self._inbox.append(GiveWay(request_id, choice))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._inbox) or self.scheduler.has_work
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests handed in and not ended."""
+        return len(self._tracked)
+
+    # One thread
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call `listener` after every step from now on."""
+        self._listeners.append(listener)
+
+    def step(self) -> list[RequestUpdate]:
+        """Make one step; return what is new, at most one update a request.
+
+        Raises KVCacheFullError under the policy `none`, after which nothing is left of the batch; InvariantError for
+        a bug of ours. Every other fault ends the one request that it belongs to.
+        """
+        events = self.scheduler.accept(self._drain(), self.clock.now())
+        plan: StepPlan | None = None
+        if self.scheduler.has_work:
+            try:
+                plan = self.scheduler.plan()
+            except KVCacheFullError:
+                self._lose_batch(events)
+                raise
+            events += self._execute(plan)
+        return self._report(plan, events)
+
+    def _drain(self) -> list[Command]:
+        commands = []
+        while self._inbox:
+            commands.append(self._inbox.popleft())
+        return commands
+
+    def _execute(self, plan: StepPlan) -> list[StepEvent]:
+        try:
+            outcome = self._executor.execute(plan, self.scheduler.requests)
+        except DeviceFaultError as error:
+            if not plan.request_ids():
+                raise  # there is no request to single out: the device itself is gone
+            return self.scheduler.discard(plan, str(error), self.clock.now())
+        return self.scheduler.commit(plan, replace(outcome, stops=self._review(outcome)))
+
+    def _review(self, outcome: StepOutcome) -> dict[RequestId, StopDecision]:
+        """Detokenize what was sampled, so that a stop string ends its request in this very step."""
+        stops: dict[RequestId, StopDecision] = {}
+        for request_id, token_id in outcome.sampled.items():
+            if request_id not in outcome.faults:
+                stop = self._tracked[request_id].review(token_id)
+                if stop is not None:
+                    stops[request_id] = stop
+        return stops
+
+    def _lose_batch(self, events: list[StepEvent]) -> None:
+        aborts = [Abort(request_id) for request_id in self.scheduler.requests]
+        self._report(None, events + self.scheduler.accept(aborts, self.clock.now()))
+
+    def _report(self, plan: StepPlan | None, events: list[StepEvent]) -> list[RequestUpdate]:
+        changed: dict[RequestId, RequestTracker] = {}
+        for event in events:
+            tracker = self._tracked.get(event.request_id)
+            if tracker is not None:
+                tracker.apply(event)
+                changed[event.request_id] = tracker
+        for listener in self._listeners:
+            listener(plan, events)
+        updates = []
+        for request_id, tracker in changed.items():
+            update = tracker.take_update()
+            if update.result is not None:
+                del self._tracked[request_id]
+            if update.token_ids or update.text or update.result is not None:
+                updates.append(update)
+        return updates
+
+    def close(self) -> None:
+        """Release the model. Unfinished requests are lost; abort them first if anybody waits."""
+        self._executor.close()

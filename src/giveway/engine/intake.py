@@ -1,0 +1,140 @@
+"""From what a caller says to a `RequestSpec`: text becomes tokens, open wishes become numbers, nonsense is refused."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from giveway.core.config import DEFAULT_CLASS, CacheConfig, SchedulerConfig, clamp_class
+from giveway.core.errors import InvalidRequestError, RequestTooLargeError
+from giveway.core.ids import RequestId, TokenId
+from giveway.core.request import RequestSpec
+from giveway.core.sampling import SamplingParams
+from giveway.core.tokenizing import Tokenizing
+
+Prompt = str | Sequence[TokenId]
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a request that says nothing gets."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    priority: int = DEFAULT_CLASS
+
+
+class Intake:
+    """Makes specs for one model. Holds no state but the source of seeds."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizing,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        eos_token_ids: frozenset[TokenId],
+        defaults: Defaults | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        # A request fills at most this many positions; the last token is never stored.
+        self._max_tokens_in_all = min(scheduler.max_model_len, cache.num_device_slots + 1)
+        self._eos_token_ids = eos_token_ids
+        self._defaults = defaults or Defaults()
+        self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  # repeatable on purpose
+
+    def make_spec(
+        self,
+        request_id: RequestId,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        priority: int | None,
+        arrival_s: float,
+    ) -> RequestSpec:
+        """Resolve one request. Raises InvalidRequestError."""
+        token_ids = self._tokens(request_id, prompt)
+        return RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            max_new_tokens=self._max_new_tokens(request_id, len(token_ids), sampling),
+            priority=self._class_of(request_id, priority),
+            arrival_s=arrival_s,
+            sampling=self._resolve(sampling),
+            seed=self._draw_seed() if sampling.seed is None else sampling.seed % 2**64,
+            stop_token_ids=self._stop_token_ids(sampling),
+            bad_word_ids=self._bad_words(sampling),
+        )
+
+    def _tokens(self, request_id: RequestId, prompt: Prompt) -> tuple[TokenId, ...]:
+        if isinstance(prompt, str):
+            token_ids = tuple(self._tokenizer.encode(prompt))
+        else:
+            token_ids = tuple(prompt)
+            vocab_size = self._tokenizer.vocab_size
+            for token in token_ids:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                    raise InvalidRequestError(
+                        f"request {request_id!r}: prompt token {token!r} is not an id from 0 to {vocab_size - 1}"
+                    )
+        if not token_ids:
+            raise InvalidRequestError(f"request {request_id!r} has an empty prompt; at least 1 token is needed")
+        return token_ids
+
+    def _max_new_tokens(self, request_id: RequestId, num_prompt: int, sampling: SamplingParams) -> int:
+        room = self._max_tokens_in_all - num_prompt
+        if room < 1:
+            raise RequestTooLargeError(
+                f"request {request_id!r} can never fit: its prompt has {num_prompt} tokens, and prompt and output "
+                f"together may have {self._max_tokens_in_all}. Shorten the prompt to {self._max_tokens_in_all - 1}, or "
+                "raise --max-model-len or --num-kv-blocks."
+            )
+        if sampling.max_tokens is not None:
+            return sampling.max_tokens  # one that names too many is refused by the scheduler, with the numbers
+        if sampling.min_tokens > room:
+            raise RequestTooLargeError(
+                f"request {request_id!r}: min_tokens is {sampling.min_tokens}, but after {num_prompt} prompt tokens "
+                f"only {room} fit"
+            )
+        return room
+
+    def _class_of(self, request_id: RequestId, priority: int | None) -> int:
+        if priority is None:
+            return self._defaults.priority
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(f"request {request_id!r}: priority must be a whole number, not {priority!r}")
+        return clamp_class(priority)
+
+    def _resolve(self, sampling: SamplingParams) -> SamplingParams:
+        if sampling.temperature is not None and sampling.top_p is not None:
+            return sampling
+        temperature, top_p = sampling.temperature, sampling.top_p
+        return replace(
+            sampling,
+            temperature=self._defaults.temperature if temperature is None else temperature,
+            top_p=self._defaults.top_p if top_p is None else top_p,
+        )
+
+    def _draw_seed(self) -> int:
+        return secrets.randbits(64) if self._seeds is None else self._seeds.getrandbits(64)
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[TokenId]:
+        vocab_size = self._tokenizer.vocab_size
+        for token in (*sampling.stop_token_ids, *sampling.logit_bias):
+            if token >= vocab_size:
+                raise InvalidRequestError(f"token id {token} is not in the vocabulary of {vocab_size}")
+        stops = frozenset(sampling.stop_token_ids)
+        return stops if sampling.ignore_eos else stops | self._eos_token_ids
+
+    def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[TokenId, ...], ...]:
+        """Token spellings of every bad word, at the start of a text and after a space."""
+        spellings: dict[tuple[TokenId, ...], None] = {}
+        for word in sampling.bad_words:
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False, parse_special=False))
+                if ids:
+                    spellings[ids] = None
+        return tuple(spellings)

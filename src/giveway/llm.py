@@ -1,0 +1,108 @@
+"""Offline use: one call in, all answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from giveway.build import BuiltEngine, build
+from giveway.core.errors import ConfigError, InvalidRequestError
+from giveway.core.ids import RequestId
+from giveway.core.sampling import SamplingParams
+from giveway.engine.engine import Engine
+from giveway.engine.intake import Prompt
+from giveway.engine.outputs import RequestOutput
+from giveway.options import EngineOptions
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model for offline use. Keyword arguments are the fields of `EngineOptions`.
+
+    Example: LLM().generate(["Hello"], SamplingParams(max_tokens=8), priorities=[0])
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        try:
+            settings = EngineOptions(model=model, **options)
+        except TypeError as error:
+            raise ConfigError(f"unknown setting: {error}") from error
+        self.built: BuiltEngine = build(settings)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below, for whoever wants to submit and step by hand."""
+        return self.built.engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priorities: Sequence[int | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Return one result for each prompt, in order.
+
+        prompts: texts or lists of token ids, or a single one. sampling: for all, or one each. priorities: one each.
+        Raises InvalidRequestError before anything runs, KVCacheFullError under the policy `none`. A fault of one
+        request is told in its result (`error`).
+        """
+        prompts = _as_prompts(prompts)
+        params = _one_each("sampling", sampling, len(prompts))
+        classes = _one_each("priorities", priorities, len(prompts))
+        specs = [
+            self.engine.make_spec(prompt, each, priority=priority)
+            for prompt, each, priority in zip(prompts, params, classes, strict=True)
+        ]
+        names = [self.engine.submit_spec(spec, text) for spec, text in specs]
+        return self._run(names)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priorities: Sequence[int | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or several; each is a list of {"role": ..., "content": ...}."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.built.model.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling, priorities=priorities)
+
+    def _run(self, names: Sequence[RequestId]) -> list[RequestOutput]:
+        results: dict[RequestId, RequestOutput] = {}
+        try:
+            while len(results) < len(names):
+                for update in self.engine.step():
+                    if update.result is not None:
+                        results[update.request_id] = update.result
+        except BaseException:
+            for name in names:  # Ctrl-C: leave nothing behind for the next call
+                self.engine.abort(name)
+            raise
+        return [results[name] for name in names]
+
+    def close(self) -> None:
+        """Release the model."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # one text, or one list of token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(name: str, values: Any, count: int) -> list[Any]:
+    if values is None or isinstance(values, SamplingParams):
+        return [values] * count
+    if len(values) != count:
+        raise InvalidRequestError(f"{name} has {len(values)} entries for {count} prompts; give one each")
+    return list(values)

@@ -1,0 +1,133 @@
+"""The engine for asyncio: streams, cancellation, and what happens when the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from giveway.build import build
+from giveway.core.errors import GiveWayError, InvalidRequestError
+from giveway.core.sampling import SamplingParams
+from giveway.engine.async_engine import AsyncEngine
+from giveway.llm import LLM
+from giveway.options import EngineOptions
+
+LONG = SamplingParams(temperature=0, max_tokens=4000)
+SHORT = SamplingParams(temperature=0, max_tokens=16)
+
+
+def paced_engine(**options: Any) -> AsyncEngine:
+    """Start an engine whose steps take a while, as a model's do, so that callers come in between."""
+    built = build(EngineOptions(device="dry", **options))
+    built.engine.add_listener(lambda *_: time.sleep(0.001))
+    return AsyncEngine(built.engine)
+
+
+def run(body: Callable[[AsyncEngine], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def main() -> None:
+        engine = paced_engine(**options)
+        async with engine:
+            await asyncio.wait_for(body(engine), timeout=60)
+
+    asyncio.run(main())
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    for _ in range(2000):
+        if not engine.engine.num_unfinished and not engine.engine.has_work:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("requests are left behind")
+
+
+def test_a_stream_adds_up_to_the_offline_answer() -> None:
+    expected = LLM(device="dry").generate([[1, 2, 3]], SHORT)[0]
+
+    async def body(engine: AsyncEngine) -> None:
+        text = ""
+        tokens: list[int] = []
+        async for update in engine.generate([1, 2, 3], SHORT):
+            text += update.text
+            tokens += update.token_ids
+        assert (text, tuple(tokens)) == (expected.text, expected.token_ids)
+
+    run(body)
+
+
+def test_many_streams_at_once_each_get_their_own_answer() -> None:
+    prompts = [[i, i + 1] for i in range(40)]
+    expected = [r.token_ids for r in LLM(device="dry").generate(prompts, SHORT)]
+
+    async def body(engine: AsyncEngine) -> None:
+        results = await asyncio.gather(*(engine.complete(p, SHORT, priority=i % 5) for i, p in enumerate(prompts)))
+        assert [r.token_ids for r in results] == expected
+
+    run(body, num_kv_blocks=12, block_size=4)
+
+
+def test_closing_the_iterator_frees_everything() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        async with aclosing(engine.generate([1], LONG)) as updates:  # type: ignore[type-var]
+            async for _ in updates:
+                break
+        await until_idle(engine)
+        assert engine.engine.scheduler.state.kv.device.num_owned == 0
+
+    run(body)
+
+
+def test_cancelling_a_waiting_task_frees_everything_and_disturbs_nobody() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        tasks = [asyncio.create_task(engine.complete([i], LONG)) for i in range(8)]
+        other = asyncio.create_task(engine.complete([9, 9], SHORT))
+        await asyncio.sleep(0.02)
+        for task in tasks:
+            task.cancel()
+        assert len((await other).token_ids) == 16
+        await until_idle(engine)
+
+    run(body, max_num_seqs=3)
+
+
+def test_a_bad_request_is_refused_and_the_next_one_works() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        with pytest.raises(InvalidRequestError):
+            await engine.complete([], SHORT)
+        assert len((await engine.complete([1], SHORT)).token_ids) == 16
+
+    run(body)
+
+
+def test_when_the_engine_dies_every_reader_hears_of_it_and_none_waits_forever() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        def fail(*_: object) -> None:
+            raise OSError("the listener broke")
+
+        stream = engine.generate([1], LONG)
+        await anext(stream)
+        engine.engine.add_listener(fail)
+        with pytest.raises(GiveWayError, match="the listener broke"):
+            async for _ in stream:
+                pass
+        with pytest.raises(GiveWayError, match="stopped"):
+            await engine.complete([1], SHORT)
+
+    run(body)
+
+
+def test_closing_the_engine_ends_open_streams_with_an_error() -> None:
+    async def main() -> None:
+        engine = paced_engine()
+        stream = engine.generate([1], LONG)
+        await anext(stream)
+        await engine.close()
+        with pytest.raises(GiveWayError, match="closed"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(main())

@@ -1,0 +1,256 @@
+"""The loop as its users see it: on the dry device, where one wrong slot changes the answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from giveway.build import BuiltEngine, build
+from giveway.core.config import PreemptionChoice
+from giveway.core.errors import ConfigError, InvalidRequestError, KVCacheFullError, RequestTooLargeError
+from giveway.core.plan import PreemptionMode
+from giveway.core.request import FinishReason
+from giveway.core.sampling import SamplingParams
+from giveway.engine.clock import StepClock
+from giveway.engine.outputs import RequestOutput
+from giveway.llm import LLM
+from giveway.options import EngineOptions, parse_size
+
+
+def dry(**options: object) -> BuiltEngine:
+    settings = {"device": "dry", "check_invariants": True, "seed": 1, **options}
+    return build(EngineOptions(**settings), StepClock())  # type: ignore[arg-type]
+
+
+def drain(built: BuiltEngine) -> dict[str, RequestOutput]:
+    """Step until nothing is left; also check that the updates are the ends of the results."""
+    results: dict[str, RequestOutput] = {}
+    texts: dict[str, str] = {}
+    tokens: dict[str, tuple[int, ...]] = {}
+    for _ in range(10_000):
+        if not built.engine.has_work:
+            break
+        for update in built.engine.step():
+            texts[update.request_id] = texts.get(update.request_id, "") + update.text
+            tokens[update.request_id] = tokens.get(update.request_id, ()) + update.token_ids
+            if update.result is not None:
+                assert update.request_id not in results
+                results[update.request_id] = update.result
+    assert not built.engine.has_work
+    for name, result in results.items():
+        assert result.text.endswith(texts[name])
+        assert result.token_ids[len(result.token_ids) - len(tokens[name]) :] == tokens[name]
+    return results
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_answers_under_pressure_are_those_of_an_ample_pool(mode: str) -> None:
+    prompts = [[i + 1] * (5 + i) for i in range(8)]
+    params = [SamplingParams(temperature=0.9 if i % 2 else 0, max_tokens=20 + i, seed=i, logprobs=2) for i in range(8)]
+    calm = LLM(device="dry", num_kv_blocks=200, block_size=4).generate(prompts, params)
+    tight = LLM(
+        device="dry", num_kv_blocks=12, swap_space=1 << 20, block_size=4, preemption_mode=mode, check_invariants=True
+    ).generate(prompts, params, priorities=[20, 0, 20, 0, 10, 10, 5, 5])
+    assert [r.token_ids for r in tight] == [r.token_ids for r in calm]
+    assert [r.text for r in tight] == [r.text for r in calm]
+    assert [r.logprobs for r in tight] == [r.logprobs for r in calm]
+    assert sum(r.stats.num_preemptions for r in tight) > 0
+    assert sum(r.stats.num_preemptions for r in calm) == 0
+    if mode == "swap":
+        assert sum(r.stats.swapped_in_bytes for r in tight) > 0
+    else:
+        assert sum(r.stats.num_recomputed_tokens for r in tight) > 0
+
+
+def test_requests_join_and_leave_between_any_two_steps() -> None:
+    built = dry()
+    engine = built.engine
+    first = engine.submit([1, 2, 3], GREEDY)
+    engine.step()
+    second = engine.submit([4, 5], GREEDY, priority=0)
+    engine.step()
+    engine.abort(first)
+    results = drain(built)
+    assert results[first].finish_reason is FinishReason.ABORT
+    assert 0 < len(results[first].token_ids) < 24
+    assert results[second].finish_reason is FinishReason.LENGTH
+
+
+def test_an_urgent_arrival_takes_the_only_seat_in_the_same_step() -> None:
+    built = dry(max_num_seqs=1)
+    slow = built.engine.submit([1] * 4, GREEDY, priority=20)
+    built.engine.step()
+    urgent = built.engine.submit([2] * 4, SamplingParams(temperature=0, max_tokens=1), priority=0)
+    updates = {update.request_id: update for update in built.engine.step()}
+    assert updates[urgent].result is not None
+    assert slow not in updates
+    result = drain(built)[slow]
+    assert len(result.token_ids) == 24
+    assert result.stats.preemptions == {PreemptionMode.SWAP: 1}
+
+
+def test_the_control_policy_loses_the_batch_and_says_how_full_the_pool_was() -> None:
+    llm = LLM(device="dry", scheduling_policy="none", num_kv_blocks=20, block_size=1)
+    with pytest.raises(KVCacheFullError, match=r"KV cache full: used \d+ of 20 slots"):
+        llm.generate([[i] * 5 for i in range(8)], SamplingParams(temperature=0, max_tokens=8))
+    assert not llm.engine.has_work
+    # The next call works: nothing of the lost batch is left.
+    assert len(llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=4))[0].token_ids) == 4
+
+
+def test_a_stop_string_ends_the_request_in_the_step_that_completes_it() -> None:
+    built = dry()
+    calm = LLM(device="dry").generate([[7, 7]], GREEDY)[0]
+    whole = next(i for i in range(4, len(calm.text)) if calm.text[i].isascii() and calm.text.find(calm.text[i]) == i)
+    stop = calm.text[whole]
+    name = built.engine.submit([7, 7], SamplingParams(temperature=0, max_tokens=24, stop=(stop,)))
+    result = drain(built)[name]
+    assert (result.finish_reason, result.stop) == (FinishReason.STOP, stop)
+    assert result.text == calm.text[:whole]
+
+
+def test_a_request_without_max_tokens_fills_what_is_left_of_the_pool() -> None:
+    built = dry(num_kv_blocks=4, block_size=4)
+    name = built.engine.submit([1] * 10, SamplingParams(temperature=0))
+    result = drain(built)[name]
+    assert result.finish_reason is FinishReason.LENGTH
+    assert len(result.token_ids) == 7  # 16 slots hold 10 + 6 tokens; the seventh is never stored
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "words"),
+    [
+        ([], SamplingParams(), InvalidRequestError, "empty prompt"),
+        ("", SamplingParams(), InvalidRequestError, "empty prompt"),
+        ([1] * 17, SamplingParams(max_tokens=1), RequestTooLargeError, "17 tokens"),
+        ([1] * 10, SamplingParams(max_tokens=8), RequestTooLargeError, "Lower max_tokens to 7"),
+        ([1, 300], SamplingParams(), InvalidRequestError, "300"),
+        ([1, True], SamplingParams(), InvalidRequestError, "True"),
+        ([1], SamplingParams(stop_token_ids=(999,)), InvalidRequestError, "999"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_at_submission(
+    prompt: object, params: SamplingParams, error: type[Exception], words: str
+) -> None:
+    built = dry(num_kv_blocks=4, block_size=4)
+    with pytest.raises(error, match=words):
+        built.engine.submit(prompt, params)  # type: ignore[arg-type]
+    assert built.engine.num_unfinished == 0
+    good = built.engine.submit([1] * 16, SamplingParams(temperature=0, max_tokens=1))
+    assert len(drain(built)[good].token_ids) == 1
+
+
+def test_a_prompt_of_eleven_requests_in_one_call_with_one_bad_one_runs_nothing() -> None:
+    llm = LLM(device="dry", num_kv_blocks=4, block_size=4)
+    with pytest.raises(InvalidRequestError):
+        llm.generate([[1]] * 10 + [[]], SamplingParams(max_tokens=2))
+    assert not llm.engine.has_work
+
+
+def test_an_order_to_give_way_is_followed_once_and_loses_nothing() -> None:
+    built = dry()
+    calm = LLM(device="dry").generate([[3] * 9], GREEDY)[0]
+    name = built.engine.submit([3] * 9, GREEDY)
+    for _ in range(5):
+        built.engine.step()
+    built.engine.give_way(name, PreemptionChoice.SWAP)
+    built.engine.step()
+    built.engine.give_way(name, PreemptionChoice.RECOMPUTE)  # it is not running now: no effect
+    for _ in range(4):
+        built.engine.step()
+    built.engine.give_way(name, PreemptionChoice.RECOMPUTE)
+    result = drain(built)[name]
+    assert result.token_ids == calm.token_ids
+    assert result.stats.preemptions == {PreemptionMode.SWAP: 1, PreemptionMode.RECOMPUTE: 1}
+    assert result.stats.swapped_in_bytes == result.stats.swapped_out_bytes > 0
+
+
+def test_unseeded_requests_differ_and_an_engine_seed_makes_them_repeatable() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    one = LLM(device="dry", seed=5).generate([[1]] * 3, params)
+    two = LLM(device="dry", seed=5).generate([[1]] * 3, params)
+    assert [r.token_ids for r in one] == [r.token_ids for r in two]
+    assert len({r.token_ids for r in one}) == 3
+
+
+def test_min_tokens_holds_back_the_end_and_bad_words_never_appear() -> None:
+    calm = LLM(device="dry").generate([[9] * 3], GREEDY)[0]
+    end = calm.token_ids[2]
+    early = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(end,))
+    assert len(LLM(device="dry").generate([[9] * 3], early)[0].token_ids) == 3
+    late = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(end,), min_tokens=10)
+    result = LLM(device="dry").generate([[9] * 3], late)[0]
+    assert len(result.token_ids) >= 10
+    assert end not in result.token_ids[:9]
+    letter = next(t for t in calm.token_ids if 97 <= t < 123 or 33 <= t < 91)
+    clean = SamplingParams(temperature=0, max_tokens=24, bad_words=(chr(letter),))
+    assert letter not in LLM(device="dry").generate([[9] * 3], clean)[0].token_ids
+
+
+def test_prompt_logprobs_come_whole_and_once_whatever_the_chunks_and_preemptions() -> None:
+    prompt = list(range(20))
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
+    calm = LLM(device="dry").generate([prompt], params)[0]
+    assert calm.prompt_logprobs is not None
+    assert len(calm.prompt_logprobs) == 20
+    assert calm.prompt_logprobs[0] is None
+    for stop_after in (1, 2):
+        built = dry(max_num_batched_tokens=8, max_num_seqs=8, enable_prefix_caching=True, block_size=4)
+        name = built.engine.submit(prompt, params)
+        for _ in range(stop_after):
+            built.engine.step()
+        built.engine.give_way(name, PreemptionChoice.RECOMPUTE)
+        result = drain(built)[name]
+        assert result.prompt_logprobs == calm.prompt_logprobs
+        assert result.token_ids == calm.token_ids
+        warm = built.engine.submit(prompt, params)
+        assert drain(built)[warm].prompt_logprobs == calm.prompt_logprobs
+
+
+def test_the_prefix_cache_changes_no_answer_and_is_counted() -> None:
+    llm = LLM(device="dry", enable_prefix_caching=True, block_size=4, check_invariants=True)
+    prompt = list(range(16))  # exactly four blocks: at least one token must still be run
+    cold, warm = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert warm.token_ids == cold.token_ids
+    assert (cold.stats.num_cached_tokens, warm.stats.num_cached_tokens) == (0, 12)
+
+
+def test_max_model_len_is_lowered_to_what_the_pool_holds_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    built = dry(num_kv_blocks=4, block_size=4)
+    assert built.scheduler_config.max_model_len == 17
+    assert [record.getMessage() for record in caplog.records] == [
+        "max_model_len lowered from 8192 to 17 tokens, which is what the KV pool holds"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_kv_blocks": 0}, "no room for even one"),
+        ({"kv_cache_memory_bytes": 10}, "no room for even one"),
+        ({"scheduling_policy": "lottery"}, "lottery"),
+        ({"max_num_seqs": 100, "max_num_batched_tokens": 50}, "below max_num_seqs"),
+        ({"max_model_len": 10**6}, "was trained for"),
+        ({"default_priority": 101}, "101"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_numbers(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        dry(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "bare_unit", "expected"),
+    [("512MiB", 1, 512 << 20), ("2GiB", 1, 2 << 30), ("1.5GB", 1, 1_500_000_000), ("2", 1 << 30, 2 << 30), (7, 1, 7)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, bare_unit: int, expected: int) -> None:
+    assert parse_size(text, bare_unit=bare_unit) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "lots", "1XB", "1e9", "nan"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size"):
+        parse_size(text)
