@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("giveway")
 
 DRY_CONTEXT = 8192
+ASSUMED_MEMORY = 4 * GIB  # free memory, where the system does not say
 
 
 class ChatEncoder(Protocol):
@@ -188,7 +189,7 @@ def _real_model(options: EngineOptions) -> Model:
         name=source.name,
         backend=load_backend(source.checkpoint, **_backend_arguments(options)),
         tokenizer=source.tokenizer,
-        encode_chat=_chat_encoder(source.tokenizer, source.chat_template, source.name),
+        encode_chat=_chat_encoder(source.tokenizer, source.compile_chat_template(), source.name),
         max_positions=source.checkpoint.config.max_positions,
         eos_token_ids=source.eos_token_ids,
         defaults=Defaults(
@@ -230,16 +231,15 @@ def size_pools(options: EngineOptions, backend: Backend) -> CacheConfig:
         num_device_blocks = options.num_kv_blocks
     else:
         pool_bytes = options.kv_cache_memory_bytes
-        num_device_blocks = (_default_pool_bytes(options, backend) if pool_bytes is None else pool_bytes) // block_bytes
+        num_device_blocks = (_default_pool_bytes(backend) if pool_bytes is None else pool_bytes) // block_bytes
     swap_space = options.swap_space
     num_host_blocks = num_device_blocks // 2 if swap_space is None else swap_space // block_bytes
     return CacheConfig(num_device_blocks, num_host_blocks, options.block_size, options.enable_prefix_caching)
 
 
-def _default_pool_bytes(options: EngineOptions, backend: Backend) -> int:
-    if options.device == "cuda":
-        return backend.free_memory_bytes * 85 // 100
-    return min(2 * GIB, backend.free_memory_bytes // 10)
+def _default_pool_bytes(backend: Backend) -> int:
+    free = backend.free_memory_bytes or ASSUMED_MEMORY
+    return free * 85 // 100 if backend.device == "cuda" else min(2 * GIB, free // 10)
 
 
 def _max_model_len(options: EngineOptions, model: Model, cache: CacheConfig) -> int:

@@ -61,6 +61,10 @@ class Backend(Protocol):
         """One line for people: device, dtype, kernels, exact or not."""
 
     @property
+    def device(self) -> str:
+        """Where the device pool is: "cpu", "cuda" or "dry"."""
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids that can be embedded."""
 
@@ -70,7 +74,7 @@ class Backend(Protocol):
 
     @property
     def free_memory_bytes(self) -> int:
-        """Bytes of memory that are free for KV pools on the device now."""
+        """Bytes of memory that are free for KV pools on the device now; 0 where the system does not say."""
 
     def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         """Allocate and touch both pools. Called before anything else; called again, it replaces them.

@@ -65,6 +65,11 @@ class DryBackend:
         return "dry run: no weights, every KV slot checked"
 
     @property
+    def device(self) -> str:
+        """Where the pools are."""
+        return "dry"
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token: of SmolLM2-135M in 16 bits, so that swapped bytes mean something."""
         return 30 * 2 * 3 * 64 * 2

@@ -1,0 +1,1 @@
+"""Text to token ids and back: from tokenizer.json or from GGUF metadata; chat templates."""

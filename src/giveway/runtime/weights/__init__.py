@@ -1,0 +1,1 @@
+"""Weight files: GGUF and safetensors, memory-mapped, under canonical tensor names."""

@@ -1,0 +1,69 @@
+"""What a weight file looks like to a backend: named tensors as raw, memory-mapped bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from giveway.core.errors import TensorMismatchError
+from giveway.runtime.model_config import ModelConfig
+
+
+class Encoding(Enum):
+    """How the elements of a tensor are stored. Value: (elements per block, bytes per block)."""
+
+    F32 = ("F32", 1, 4)
+    F16 = ("F16", 1, 2)
+    BF16 = ("BF16", 1, 2)
+    Q8_0 = ("Q8_0", 32, 34)
+    Q4_0 = ("Q4_0", 32, 18)
+    Q4_1 = ("Q4_1", 32, 20)
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of one block."""
+        return self.value[1]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.value[2]
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """One tensor as stored: rows of encoded elements, already in canonical (Hugging Face) row order."""
+
+    name: str  # canonical name, see ModelConfig.tensor_shapes
+    encoding: Encoding
+    shape: tuple[int, ...]  # elements, slowest dimension first: [out, in] or [n]
+    data: npt.NDArray[np.uint8]  # [rows, bytes per row], read-only view of the mapped file; a vector is one row
+
+
+class Checkpoint(Protocol):
+    """An opened model: its geometry and its tensors."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Geometry of the model."""
+
+    def tensor(self, name: str) -> RawTensor:
+        """Return one tensor by canonical name.
+
+        Raises TensorMismatchError when it is missing or its shape differs from config.tensor_shapes()[name], naming
+        the tensor, the shape found and the shape wanted.
+        """
+
+
+def check_tensor_shape(name: str, *, found: tuple[int, ...], wanted: tuple[int, ...], file: Path) -> None:
+    """Raise TensorMismatchError if a stored tensor has another shape than the configuration asks for."""
+    if found != wanted:
+        raise TensorMismatchError(
+            f"{file}: tensor {name!r} has shape {list(found)}, but the model's configuration needs {list(wanted)}; "
+            "the weights belong to another configuration"
+        )
