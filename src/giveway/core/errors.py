@@ -12,6 +12,7 @@
     │   └── UnsupportedModelError   well-formed, but an architecture, encoding or option we do not implement
     ├── KVCacheFullError            the control policy `none` ran out of KV blocks: the batch is lost
     ├── RequestFailedError          one request ended with a fault of its own (raised to its caller only)
+    ├── OutputFileError             results cannot be written (full disk, no permission)
     ├── DeviceFaultError            a forward pass or a copy failed on the device
     └── InvariantError              our own bug: the state is inconsistent, and going on would corrupt answers
 
@@ -70,6 +71,10 @@ class KVCacheFullError(GiveWayError):
 
 class RequestFailedError(GiveWayError):
     """One request ended with a fault of its own, for example NaN logits; its neighbours went on."""
+
+
+class OutputFileError(GiveWayError):
+    """Results cannot be written; what was written before stays valid."""
 
 
 class DeviceFaultError(GiveWayError):

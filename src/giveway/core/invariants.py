@@ -10,6 +10,7 @@ from giveway.core.request import NEWCOMER_STATES, Request, RequestState
 from giveway.core.state import SchedulerState
 
 RESIDENT_STATES = frozenset({RequestState.RUNNING, RequestState.SWAPPING_IN})
+MOVING_STATES = frozenset({RequestState.SWAPPING_OUT, RequestState.SWAPPING_IN})
 
 
 def check_invariants(state: SchedulerState) -> None:
@@ -37,6 +38,9 @@ def _check_containers(state: SchedulerState) -> None:
                 raise InvariantError(f"{request.request_id} is {request.state.name} but listed among the {name}")
         if name != "swapping_out" and any(a.rank >= b.rank for a, b in pairwise(group)):
             raise InvariantError(f"the {name} are out of rank order")
+    moving = {name for name, request in state.requests.items() if request.state in MOVING_STATES}
+    if moving != state.awaited_copies.keys():
+        raise InvariantError(f"copies are awaited by {sorted(state.awaited_copies)}, under way for {sorted(moving)}")
     listed = len(state.residents) + len(state.newcomers) + len(state.swapping_out)
     if listed != len(state.requests):
         raise InvariantError(f"{len(state.requests)} unfinished requests, but {listed} are listed")

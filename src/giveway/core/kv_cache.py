@@ -179,6 +179,15 @@ class KVCache:
             self.host.release(copy.host_blocks)
         return copy
 
+    def live_copies(self) -> list[BlockCopy]:
+        """Return the copies under way whose end can still be counted on."""
+        return [copy for copy_id, copy in self.copies.items() if copy_id not in self.lost]
+
+    @property
+    def has_live_copies(self) -> bool:
+        """Whether a copy will still end, and give blocks back."""
+        return len(self.copies) > len(self.lost)
+
     # Checks
 
     def check(self) -> None:

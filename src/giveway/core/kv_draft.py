@@ -23,6 +23,7 @@ class KVDraft:
         "_overwritten",
         "_released",
         "_revived",
+        "_under_copy",
         "num_available",
         "num_host_available",
         "num_promised",
@@ -32,17 +33,20 @@ class KVDraft:
         self._kv = kv
         self.num_available = kv.device.num_available  # device blocks this plan may still take
         self.num_host_available = kv.host.num_available
-        self.num_promised = _num_promised(kv)  # device blocks that come back when a copy under way ends
+        self.num_promised = 0  # device blocks that come back when a copy ends: under way, or begun by this plan
         self._num_free_taken = 0
         self._host_taken = 0
         self._idle: Iterator[int] | None = None
         self._released: dict[DeviceBlockId, None] = {}  # by victims of this plan, last owner gone
         self._revived: set[int] = set()  # idle blocks that a prefix hit of this plan shares
         self._overwritten: set[int] = set()  # findable blocks that this plan hands out: found no more
-        self._change: dict[int, int] = {}  # references added or dropped by this plan
+        self._change: dict[int, int] = {}  # references added or dropped by this plan, or by copies when they end
+        self._under_copy: set[DeviceBlockId] = set()  # cannot be taken before the copy has ended
+        for copy in kv.live_copies():
+            self.promise(copy.device_blocks)
 
     def references(self, block: DeviceBlockId) -> int:
-        """Return how many hold the block, this plan included."""
+        """Return how many will hold the block when this plan is carried out and all copies have ended."""
         return self._kv.device.references(block) + self._change.get(block, 0)
 
     def num_unreferenced(self, blocks: Iterable[DeviceBlockId]) -> int:
@@ -95,13 +99,21 @@ class KVDraft:
         """Drop a victim's references; blocks without another owner can be taken from now on."""
         for block in table:
             self._change[block] = self._change.get(block, 0) - 1
-            if not self.references(block):
+            if self.references(block):
+                continue
+            if block in self._under_copy:
+                self.num_promised += 1
+            else:
                 self.num_available += 1
                 self._released[block] = None
 
     def promise(self, table: BlockTable) -> None:
-        """Count a victim's blocks as coming back later: its copy out overlaps with this and later steps."""
-        self.num_promised += self.num_freed_by([table], keep=())
+        """Count blocks as coming back later: their copy overlaps with this and later steps.
+
+        A block that several victims share comes back with the last of their copies, and is counted once.
+        """
+        self._under_copy.update(table)
+        self.release(table)
 
     def hold(self, count: int) -> None:
         """Keep blocks from everybody further down the ranking: a request waits for a copy to complete its room."""
@@ -127,11 +139,3 @@ class KVDraft:
         blocks = self._kv.host.peek_free(self._host_taken, count)
         self._host_taken += count
         return cast("HostTable", tuple(blocks))
-
-
-def _num_promised(kv: KVCache) -> int:
-    """Count the device blocks that nobody but copies under way holds."""
-    if not kv.copies:
-        return 0
-    live = [copy for copy in kv.copies.values() if copy.copy_id not in kv.lost]
-    return sum(1 for copy in live for block in copy.device_blocks if kv.device.references(block) == 1)

@@ -154,6 +154,8 @@ class _Walk:
             if reason is not None:
                 self._defer(request, reason)
                 return None
+            if self.has_deferred_newcomer:  # what is freed beyond this block is theirs: they are asked first next time
+                self.newcomers_open = False
         table = table + self.draft.take(1)
         self.growths.append(Growth(request.request_id, table))
         return table
@@ -368,17 +370,18 @@ class _Walk:
             decodes=Decodes(tuple(self.decode_ids), tuple(self.decode_positions), tuple(self.decode_tables)),
             deferrals=tuple(self.deferrals),
         )
-        if plan.is_empty and self.state.requests and not self.state.suspects and not self._is_waiting_for_copy():
+        if plan.is_empty and self.state.requests and not self.state.suspects and not self.kv.has_live_copies:
             return StepPlan(
                 plan.step_id, plan.state_version, deferrals=plan.deferrals, given_up=(self._give_up_best(),)
             )
         return plan
 
-    def _is_waiting_for_copy(self) -> bool:
-        return len(self.kv.copies) > len(self.kv.lost)
-
     def _give_up_best(self) -> GivenUp:
-        best = min(self.state.requests.values(), key=lambda request: request.rank)
+        """Give up the best-ranked resident, else newcomer: all that could be freed for it was not enough.
+
+        Residents first: a newcomer may be waiting for one of its own class, which it may not displace.
+        """
+        best = next(iter([*self.residents, *self.state.newcomers]))
         needed = blocks_for(slots_to_admit(best.spec, best.num_known_tokens), self.block_size)
         pool = self.kv.device
         return GivenUp(

@@ -83,8 +83,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: unfinished requests, or copies whose blocks are still to come back."""
-        state = self._state
-        return bool(state.requests) or len(state.kv.copies) > len(state.kv.lost)
+        return bool(self._state.requests) or self._state.kv.has_live_copies
 
     def check_request(self, spec: RequestSpec) -> None:
         """Raise InvalidRequestError if the request can never be served. Reads configuration only."""
@@ -152,7 +151,10 @@ class Scheduler:
             if now_s - started_s > state.config.copy_timeout_s:
                 del state.copy_started_s[copy_id]
                 state.kv.lost.add(copy_id)
-                events += self._lose_copy(state.kv.copies[copy_id], now_s)
+                copy = state.kv.copies[copy_id]
+                request = self._stop_awaiting(copy)
+                if request is not None:
+                    events.append(self._lose_kv(request, copy, now_s))
         return events
 
     # Plan
@@ -241,6 +243,7 @@ class Scheduler:
         state = self._state
         state.kv.begin_copy(copy, table=table)
         state.copy_started_s[copy.copy_id] = now_s
+        state.awaited_copies[copy.request_id] = copy.copy_id
         state.next_copy_id = max(state.next_copy_id, copy.copy_id + 1)
 
     def _apply_admissions(self, plan: StepPlan, now_s: float, events: list[StepEvent]) -> None:
@@ -280,44 +283,49 @@ class Scheduler:
 
     def _end_copy(self, copy_id: CopyId, now_s: float, *, failed: bool) -> list[StepEvent]:
         state = self._state
-        was_lost = copy_id in state.kv.lost
-        known = state.kv.copies.get(copy_id)
-        if known is None:
+        copy = state.kv.copies.get(copy_id)
+        if copy is None:
             return []
-        request = state.requests.get(known.request_id)
-        waits = RequestState.SWAPPING_OUT if known.direction is CopyDirection.OUT else RequestState.SWAPPING_IN
-        wanted = request is not None and not was_lost and request.state is waits
         state.copy_started_s.pop(copy_id, None)
-        if wanted and failed:
-            events = self._lose_copy(known, now_s)
+        request = self._stop_awaiting(copy)
+        if request is not None and failed:
+            events: list[StepEvent] = [self._lose_kv(request, copy, now_s)]
             state.kv.end_copy(copy_id, keep=False)
             return events
-        state.kv.end_copy(copy_id, keep=wanted)
-        if request is None or not wanted:
+        state.kv.end_copy(copy_id, keep=request is not None)
+        if request is None:
             return []
-        if known.direction is CopyDirection.OUT:
-            del state.swapping_out[known.request_id]
+        if copy.direction is CopyDirection.OUT:
+            del state.swapping_out[request.request_id]
             request.finish_swap_out()
             state.newcomers.add(request)
         else:
             request.finish_swap_in()
             self._publish(request)
-        return [CopyEnded(known.request_id, now_s, known.direction, len(known.device_blocks), failed=False)]
+        return [CopyEnded(request.request_id, now_s, copy.direction, len(copy.device_blocks), failed=False)]
 
-    def _lose_copy(self, copy: BlockCopy, now_s: float) -> list[StepEvent]:
-        """The request behind a failed or lost copy has no KV any more and will recompute."""
+    def _stop_awaiting(self, copy: BlockCopy) -> Request | None:
+        """Return the request that waits for this copy, and now no longer does; None: it gave up waiting, or has ended.
+
+        By copy and not by name alone: another request may bear the name of one that was aborted during its copy.
+        """
         state = self._state
-        request = state.requests.get(copy.request_id)
-        if request is None or request.state not in (RequestState.SWAPPING_OUT, RequestState.SWAPPING_IN):
-            return []
+        if state.awaited_copies.get(copy.request_id) != copy.copy_id:
+            return None
+        del state.awaited_copies[copy.request_id]
+        return state.requests[copy.request_id]
+
+    def _lose_kv(self, request: Request, copy: BlockCopy, now_s: float) -> CopyEnded:
+        """The copy failed or is lost: the request behind it has no KV any more and will recompute."""
+        state = self._state
         if request.state is RequestState.SWAPPING_OUT:
-            del state.swapping_out[copy.request_id]
+            del state.swapping_out[request.request_id]
         else:
             state.residents.remove(request)
-            state.kv.release(copy.request_id)
+            state.kv.release(request.request_id)
         request.lose_copy()
         state.newcomers.add(request)
-        return [CopyEnded(copy.request_id, now_s, copy.direction, len(copy.device_blocks), failed=True)]
+        return CopyEnded(request.request_id, now_s, copy.direction, len(copy.device_blocks), failed=True)
 
     # Progress
 
@@ -345,7 +353,7 @@ class Scheduler:
             events.append(self._finish(request, FinishReason.ERROR, fault, now_s))
             return
         again = request.compute(num_tokens)
-        if num_tokens > 1 or again:
+        if num_tokens > 1 or again or not request.output_token_ids:
             events.append(TokensComputed(request_id, now_s, num_tokens, again))
         if token_id is not None:
             request.append(token_id)
@@ -381,6 +389,7 @@ class Scheduler:
         else:
             state.newcomers.remove(request)
         state.kv.forget(request_id)
+        state.awaited_copies.pop(request_id, None)
         del state.requests[request_id]
         request.finish(reason)
         return Finished(
@@ -440,7 +449,7 @@ class Scheduler:
             request = state.requests.get(request_id)
             if request is None or request.num_computed_tokens >= target:
                 del targets[request_id]
-        if not targets or (plan.is_empty and not state.kv.copies):
+        if not targets or (plan.is_empty and not state.kv.has_live_copies):
             state.suspects = state.suspects[1:]
 
 

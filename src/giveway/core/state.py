@@ -68,6 +68,7 @@ class SchedulerState:
         self.forced: dict[RequestId, PreemptionChoice] = {}  # told to give way in the next step
         self.suspects: list[SuspectGroup] = []  # the first one is being tried
         self.copy_started_s: dict[CopyId, float] = {}
+        self.awaited_copies: dict[RequestId, CopyId] = {}  # what each SWAPPING_OUT or SWAPPING_IN request waits for
         self.version = 0
         self.next_step_id = 0
         self.next_copy_id = 0

@@ -1,0 +1,178 @@
+"""What a plan may count on: a draft takes, shares, releases and promises without writing anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from giveway.core.config import CacheConfig
+from giveway.core.errors import InvariantError
+from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, HostBlockId, RequestId
+from giveway.core.kv_cache import BlockCopy, CopyDirection, KVCache
+from giveway.core.kv_draft import KVDraft
+
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+
+
+def table(*numbers: int) -> BlockTable:
+    return tuple(DeviceBlockId(number) for number in numbers)
+
+
+def make_cache(*, device: int = 6, on_host: int = 6) -> KVCache:
+    return KVCache(CacheConfig(device, on_host, block_size=2, enable_prefix_caching=True))
+
+
+def cache_with_prefix(*, owner_stays: bool) -> KVCache:
+    """Tokens 1..5 were computed in blocks 0, 1, 2, by request a; c knows the same tokens."""
+    kv = make_cache()
+    for name in (A, C):
+        kv.learn(name, 5, lambda start, stop: [1, 2, 3, 4, 5][start:stop])
+    kv.admit(A, hits=(), new=table(0, 1, 2))
+    kv.publish(A, 5)
+    if not owner_stays:
+        kv.release(A)
+    return kv
+
+
+def begin_copy_out(kv: KVCache, name: RequestId, number: int, blocks: BlockTable) -> None:
+    hosts = tuple(HostBlockId(number * 3 + place) for place in range(len(blocks)))
+    kv.begin_copy(BlockCopy(CopyId(number), name, CopyDirection.OUT, blocks, hosts))
+
+
+def test_a_draft_writes_nothing() -> None:
+    kv = cache_with_prefix(owner_stays=True)
+    draft = KVDraft(kv)
+    draft.release(table(0, 1, 2))
+    draft.take(6)
+    draft.take_host(2)
+    kv.check()
+    assert (kv.device.num_owned, kv.host.num_owned) == (3, 0)
+
+
+def test_free_blocks_go_before_idle_ones_and_those_before_victims() -> None:
+    # Goal: content that may be hit again is given up last.
+    kv = cache_with_prefix(owner_stays=False)
+    kv.admit(B, hits=(), new=table(5))
+    draft = KVDraft(kv)
+    draft.release(table(5))
+    assert draft.num_available == 6
+    assert draft.take(2) == table(2, 3)  # block 2 was never full, so it is free
+    assert draft.take(2) == table(4, 1)
+    assert draft.take(2) == table(0, 5)
+    with pytest.raises(InvariantError, match="takes 1 blocks of 0 available"):
+        draft.take(1)
+
+
+def test_a_block_handed_out_by_the_plan_is_no_prefix_hit_any_more() -> None:
+    # Goal: a later request of the same plan must not share what an earlier one will overwrite.
+    draft = KVDraft(cache_with_prefix(owner_stays=False))
+    assert draft.find_prefix(C, 5) == table(0, 1)
+    draft.take(5)  # four free ones and the tail of the prefix
+    assert draft.find_prefix(C, 5) == table(0)
+
+
+def test_a_victims_block_that_somebody_took_is_no_prefix_hit_any_more() -> None:
+    draft = KVDraft(cache_with_prefix(owner_stays=True))
+    draft.release(table(0, 1, 2))
+    draft.take(6)
+    assert draft.find_prefix(C, 5) == ()
+
+
+def test_sharing_an_idle_block_takes_as_much_room_as_a_new_one() -> None:
+    draft = KVDraft(cache_with_prefix(owner_stays=False))
+    hits = draft.find_prefix(C, 5)
+    assert (draft.num_available, draft.num_unreferenced(hits)) == (6, 2)
+    draft.share(hits)
+    assert (draft.num_available, draft.num_unreferenced(hits)) == (4, 0)
+    assert not set(draft.take(4)) & set(hits)
+
+
+def test_sharing_a_block_of_a_resident_takes_no_room() -> None:
+    draft = KVDraft(cache_with_prefix(owner_stays=True))
+    hits = draft.find_prefix(C, 5)
+    draft.share(hits)
+    assert draft.num_available == 3
+    draft.release(table(0, 1, 2))  # its other owner gives way: only block 2 comes free
+    assert draft.num_available == 4
+
+
+def test_a_hit_on_a_victim_of_the_same_plan_keeps_the_block_alive() -> None:
+    draft = KVDraft(cache_with_prefix(owner_stays=True))
+    draft.release(table(0, 1, 2))
+    draft.share(table(0, 1))
+    assert draft.num_available == 4
+    assert not set(draft.take(4)) & {0, 1}
+
+
+def test_a_shared_block_is_freed_when_its_last_owner_goes() -> None:
+    kv = cache_with_prefix(owner_stays=True)
+    kv.admit(B, hits=table(0, 1), new=table(3))
+    draft = KVDraft(kv)
+    first, second = table(0, 1, 2), table(0, 1, 3)
+    assert draft.num_freed_by([first], keep=()) == 1
+    assert draft.num_freed_by([first, second], keep=()) == 4
+    assert draft.num_freed_by([first, second], keep=table(0)) == 3
+    draft.release(first)
+    assert draft.num_freed_by([second], keep=()) == 3
+
+
+def test_blocks_under_a_copy_are_promised_and_not_available() -> None:
+    kv = make_cache()
+    kv.admit(A, hits=(), new=table(0, 1, 2))
+    begin_copy_out(kv, A, 0, table(0, 1, 2))
+    draft = KVDraft(kv)
+    assert (draft.num_available, draft.num_promised) == (3, 3)
+    kv.lost.add(CopyId(0))
+    assert KVDraft(kv).num_promised == 0
+
+
+def test_a_block_that_two_copies_read_is_promised_once() -> None:
+    # Goal: victims that share a prefix promise it together; not counting it would cost a further victim every step.
+    kv = cache_with_prefix(owner_stays=True)
+    kv.admit(B, hits=table(0, 1), new=table(3))
+    during_plan = KVDraft(kv)
+    during_plan.promise(table(0, 1, 2))
+    assert during_plan.num_promised == 1
+    during_plan.promise(table(0, 1, 3))
+    assert during_plan.num_promised == 4
+    begin_copy_out(kv, A, 0, table(0, 1, 2))
+    begin_copy_out(kv, B, 1, table(0, 1, 3))
+    assert KVDraft(kv).num_promised == 4
+
+
+def test_a_block_under_a_copy_cannot_be_taken_when_its_other_owner_drops_it() -> None:
+    # Goal: the copy still reads it; what the dropped owner frees is promised, not available.
+    kv = cache_with_prefix(owner_stays=True)
+    kv.admit(B, hits=table(0, 1), new=table(3))
+    draft = KVDraft(kv)
+    draft.promise(table(0, 1, 2))
+    draft.release(table(0, 1, 3))
+    assert (draft.num_available, draft.num_promised) == (3, 3)
+    assert draft.take(3) == table(4, 5, 3)
+
+
+def test_a_resident_whose_blocks_are_being_read_in_promises_none_of_them() -> None:
+    kv = make_cache()
+    kv.admit(A, hits=(), new=table(0))
+    begin_copy_out(kv, A, 0, table(0))
+    kv.end_copy(CopyId(0), keep=True)
+    kv.begin_copy(BlockCopy(CopyId(1), A, CopyDirection.IN, table(4), kv.host_tables[A]), table=table(4, 5))
+    assert KVDraft(kv).num_promised == 0
+    kv.forget(A)  # aborted: now the copy alone holds block 4
+    assert KVDraft(kv).num_promised == 1
+
+
+def test_what_is_held_for_a_waiting_request_is_out_of_reach_for_the_rest_of_the_plan() -> None:
+    kv = make_cache()
+    kv.admit(A, hits=(), new=table(0, 1, 2))
+    begin_copy_out(kv, A, 0, table(0, 1, 2))
+    draft = KVDraft(kv)
+    draft.hold(5)
+    assert (draft.num_available, draft.num_promised) == (0, 1)
+
+
+def test_a_full_host_pool_is_a_value_and_not_an_error() -> None:
+    draft = KVDraft(make_cache(on_host=3))
+    assert draft.take_host(2) == (0, 1)
+    assert draft.take_host(2) is None
+    assert draft.take_host(1) == (2,)
+    assert draft.take_host(0) == ()
