@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from giveway.build import build
+    from giveway.build import build_engine
     from giveway.core.errors import GiveWayError, InvalidRequestError, KVCacheFullError
     from giveway.core.request import FinishReason
     from giveway.core.sampling import SamplingParams
@@ -27,7 +27,7 @@ _HOMES = {
     "Engine": "giveway.engine.engine",
     "AsyncEngine": "giveway.engine.async_engine",
     "EngineOptions": "giveway.options",
-    "build": "giveway.build",
+    "build_engine": "giveway.build",
     "RequestOutput": "giveway.engine.outputs",
     "RequestUpdate": "giveway.engine.outputs",
     "FinishReason": "giveway.core.request",
@@ -49,7 +49,7 @@ __all__ = [
     "RequestUpdate",
     "SamplingParams",
     "__version__",
-    "build",
+    "build_engine",
 ]
 
 

@@ -75,7 +75,7 @@ class BuiltEngine:
         )
 
 
-def build(options: EngineOptions, clock: Clock | None = None) -> BuiltEngine:
+def build_engine(options: EngineOptions, clock: Clock | None = None) -> BuiltEngine:
     """Load the model, size the pools, and connect everything.
 
     Raises ConfigError, ModelError, MissingDependencyError.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from giveway.build import BuiltEngine, build
+from giveway.build import BuiltEngine, build_engine
 from giveway.core.errors import ConfigError, InvalidRequestError
 from giveway.core.ids import RequestId
 from giveway.core.sampling import SamplingParams
 from giveway.engine.engine import Engine
 from giveway.engine.intake import Prompt
+from giveway.engine.interrupts import Interrupt
 from giveway.engine.outputs import RequestOutput
 from giveway.options import EngineOptions
 
@@ -28,7 +29,7 @@ class LLM:
             settings = EngineOptions(model=model, **options)
         except TypeError as error:
             raise ConfigError(f"unknown setting: {error}") from error
-        self.built: BuiltEngine = build(settings)
+        self.built: BuiltEngine = build_engine(settings)
 
     @property
     def engine(self) -> Engine:
@@ -72,13 +73,18 @@ class LLM:
 
     def _run(self, names: Sequence[RequestId]) -> list[RequestOutput]:
         results: dict[RequestId, RequestOutput] = {}
+        waiting = set(names)
         try:
-            while len(results) < len(names):
-                for update in self.engine.step():
-                    if update.result is not None:
-                        results[update.request_id] = update.result
+            with Interrupt() as interrupt:
+                while waiting:
+                    if interrupt.is_wanted:
+                        raise KeyboardInterrupt
+                    for update in self.engine.step():
+                        if update.result is not None:
+                            results[update.request_id] = update.result
+                            waiting.discard(update.request_id)
         except BaseException:
-            for name in names:  # Ctrl-C: leave nothing behind for the next call
+            for name in names:  # leave nothing behind for the next call
                 self.engine.abort(name)
             raise
         return [results[name] for name in names]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from giveway.build import build
+from giveway.build import build_engine
 from giveway.core.errors import GiveWayError, InvalidRequestError
 from giveway.core.sampling import SamplingParams
 from giveway.engine.async_engine import AsyncEngine
@@ -23,7 +23,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=16)
 
 def paced_engine(**options: Any) -> AsyncEngine:
     """Start an engine whose steps take a while, as a model's do, so that callers come in between."""
-    built = build(EngineOptions(device="dry", **options))
+    built = build_engine(EngineOptions(device="dry", **options))
     built.engine.add_listener(lambda *_: time.sleep(0.001))
     return AsyncEngine(built.engine)
 

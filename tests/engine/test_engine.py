@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
-from giveway.build import BuiltEngine, build
+from giveway.build import BuiltEngine, build_engine
 from giveway.core.config import PreemptionChoice
 from giveway.core.errors import ConfigError, InvalidRequestError, KVCacheFullError, RequestTooLargeError
 from giveway.core.plan import PreemptionMode
@@ -18,7 +20,7 @@ from giveway.options import EngineOptions, parse_size
 
 def dry(**options: object) -> BuiltEngine:
     settings = {"device": "dry", "check_invariants": True, "seed": 1, **options}
-    return build(EngineOptions(**settings), StepClock())  # type: ignore[arg-type]
+    return build_engine(EngineOptions(**settings), StepClock())  # type: ignore[arg-type]
 
 
 def drain(built: BuiltEngine) -> dict[str, RequestOutput]:
@@ -254,3 +256,22 @@ def test_sizes_are_read_as_people_write_them(text: str, bare_unit: int, expected
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a size"):
         parse_size(text)
+
+
+def test_ctrl_c_during_generate_leaves_an_engine_that_works() -> None:
+    # Goal: the interrupt is heeded between two steps, so no step is cut in half and nothing stays behind.
+    llm = LLM(device="dry", check_invariants=True)
+    num_steps = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    llm.engine.add_listener(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]] * 4, GREEDY)
+    assert len(llm.generate([[5]], GREEDY)[0].token_ids) == 24
+    assert llm.engine.num_unfinished == 0
+    assert llm.engine.scheduler.state.kv.device.num_owned == 0

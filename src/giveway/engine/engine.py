@@ -144,10 +144,10 @@ class Engine:
     def _execute(self, plan: StepPlan) -> list[StepEvent]:
         try:
             outcome = self._executor.execute(plan, self.scheduler.requests)
-        except DeviceFaultError as error:
+        except (DeviceFaultError, MemoryError) as error:
             if not plan.request_ids():
                 raise  # there is no request to single out: the device itself is gone
-            return self.scheduler.discard(plan, str(error), self.clock.now())
+            return self.scheduler.discard(plan, str(error) or type(error).__name__, self.clock.now())
         return self.scheduler.commit(plan, replace(outcome, stops=self._review(outcome)))
 
     def _review(self, outcome: StepOutcome) -> dict[RequestId, StopDecision]:

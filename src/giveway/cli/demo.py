@@ -1,0 +1,58 @@
+"""`giveway demo`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from giveway.cli.flags import flag, takes_engine_options
+from giveway.core.errors import ConfigError
+from giveway.options import EngineOptions
+
+
+@click.command("demo")
+@flag("write_up", is_flag=True, help="Run the preemption tutorial's demonstration on the tiny model instead.")
+@flag(
+    "json",
+    into="result_file",
+    metavar="FILE",
+    help="Also write the results to this file.",
+    type=click.Path(dir_okay=False),
+)
+@takes_engine_options(only=("model", "device", "dtype", "exact", "num_threads", "check_invariants"))
+def command(options: EngineOptions, write_up: bool, result_file: str | None) -> int:
+    """See background work give way to urgent questions, and lose nothing.
+
+    Eight stories are written in a pool that is too small for them; three urgent questions arrive meanwhile. The same
+    work runs without preemption, first come first served, and with priorities, victims being recomputed or swapped.
+    Every answer is compared with a run that had room for everybody. Exit code 1: an answer differs, or a run that
+    should finish did not.
+    """
+    from dataclasses import replace
+
+    from giveway.demo import workload
+    from giveway.demo.display import make_display
+    from giveway.demo.show import run_demo
+
+    target = _open_target(result_file)
+    if write_up:
+        options = replace(options, model=options.model or "tiny")
+    make = workload.write_up if write_up else workload.urgent_among_background
+    result = run_demo(options, make, make_display())
+    if target is not None:
+        target.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    return 0 if result.is_as_promised else 1
+
+
+def _open_target(result_file: str | None) -> Path | None:
+    """Fail before the work, not after it, when the file cannot be written."""
+    if result_file is None:
+        return None
+    path = Path(result_file)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}. Name another file with --json.") from error
+    return path

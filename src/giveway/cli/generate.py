@@ -1,0 +1,69 @@
+"""`giveway generate`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from giveway.cli.flags import flag, takes_engine_options, takes_sampling
+from giveway.core.errors import InvalidRequestError
+from giveway.options import EngineOptions
+
+MAX_STDIN_CHARACTERS = 16 << 20
+
+
+@click.command("generate")
+@click.argument("prompt")
+@flag("raw", is_flag=True, help="Continue the text as it stands, without the model's chat template.")
+@flag("system", metavar="TEXT", help="System message, before the prompt.")
+@flag("stats", is_flag=True, help="Print a line of figures to standard error at the end.")
+@takes_sampling(max_tokens=512)
+@takes_engine_options()
+def command(
+    options: EngineOptions, sampling: dict[str, Any], prompt: str, raw: bool, system: str | None, stats: bool
+) -> int:
+    """Stream the answer to PROMPT; a lone - reads it from standard input.
+
+    The prompt is sent as a user's message through the model's chat template; --raw continues the bare text instead,
+    which is what a model without a template needs. --seed makes a sampled answer repeatable.
+    """
+    from giveway.build import build_engine
+    from giveway.cli.answering import describe, stream_answer
+    from giveway.core.request import FinishReason
+    from giveway.core.sampling import SamplingParams
+
+    if raw and system is not None:
+        raise click.UsageError("--system needs the chat template, which --raw leaves out; put it into the prompt.")
+    params = SamplingParams(seed=options.seed, **sampling)
+    text = _read_stdin() if prompt == "-" else prompt
+    built = build_engine(options)
+    try:
+        if raw:
+            result = stream_answer(built.engine, text, params, _say)
+        else:
+            messages = [{"role": "user", "content": text}]
+            if system is not None:
+                messages.insert(0, {"role": "system", "content": system})
+            result = stream_answer(built.engine, built.model.encode_chat(messages), params, _say)
+    finally:
+        built.engine.close()
+    _say("\n")
+    if stats:
+        print(describe(result), file=sys.stderr)
+    return 130 if result.finish_reason is FinishReason.ABORT else 0
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _read_stdin() -> str:
+    try:
+        text = sys.stdin.read(MAX_STDIN_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is not valid text: {error}") from error
+    if len(text) > MAX_STDIN_CHARACTERS:
+        raise InvalidRequestError(f"standard input holds more than {MAX_STDIN_CHARACTERS} characters")
+    return text

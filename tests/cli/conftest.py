@@ -1,0 +1,37 @@
+"""The command line inside this process: arguments in, exit code and both streams out."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from giveway.cli.__main__ import main
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    for name in [name for name in os.environ if name.startswith("GIVEWAY_")]:
+        monkeypatch.delenv(name)
+
+    def run(*arguments: object, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run

@@ -1,0 +1,109 @@
+"""`giveway generate` and `giveway chat`, without a model file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.cli.conftest import Cli
+
+
+def test_the_answer_is_that_of_the_library(cli: Cli) -> None:
+    from giveway.core.sampling import SamplingParams
+    from giveway.llm import LLM
+
+    with LLM(device="dry") as llm:
+        wanted = llm.generate("hello", SamplingParams(max_tokens=12, temperature=0))[0].text
+    result = cli("generate", "hello", "--raw", "--device", "dry", "-n", 12, "--temperature", 0)
+    assert (result.code, result.out, result.err) == (0, wanted + "\n", "")
+
+
+def test_the_prompt_goes_through_the_chat_template_unless_raw(cli: Cli) -> None:
+    # "hi" are two tokens for the tokenizer of bytes; the template adds its own.
+    raw = cli("generate", "hi", "--raw", "--stats", "--device", "dry", "-n", 1)
+    chat = cli("generate", "hi", "--stats", "--device", "dry", "-n", 1)
+    system = cli("generate", "hi", "--system", "be brief", "--stats", "--device", "dry", "-n", 1)
+    assert raw.err.startswith("2 prompt tokens, 1 output tokens (length); first token after ")
+    lengths = [int(result.err.split()[0]) for result in (raw, chat, system)]
+    assert lengths == sorted(set(lengths))
+
+
+def test_a_dash_reads_standard_input(cli: Cli) -> None:
+    result = cli("generate", "-", "--raw", "--stats", "--device", "dry", "-n", 1, stdin="four")
+    assert result.err.startswith("4 prompt tokens")
+
+
+def test_a_temperature_of_zero_is_a_wish(cli: Cli) -> None:
+    # 0 equals False in Python: it must not be taken for "not given", which would sample with a seed of chance.
+    answers = {cli("generate", "x", "--device", "dry", "-n", 16, "--temperature", 0).out for _ in range(3)}
+    assert len(answers) == 1
+
+
+def test_a_seed_makes_a_sampled_answer_repeatable(cli: Cli) -> None:
+    first, again, other = (cli("generate", "x", "--device", "dry", "-n", 16, "--seed", seed).out for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_stop_text_ends_the_answer(cli: Cli) -> None:
+    whole = cli("generate", "x", "--device", "dry", "-n", 40, "--temperature", 0).out
+    stop = next(character for character in whole[1:] if character.isascii() and character.isprintable())
+    cut = cli("generate", "x", "--device", "dry", "-n", 40, "--temperature", 0, "--stop", stop)
+    assert cut.out == whole[: whole.index(stop)] + "\n"
+
+
+def test_a_wrong_sampling_value_is_named(cli: Cli) -> None:
+    result = cli("generate", "x", "--device", "dry", "--temperature", 500)
+    assert (result.code, result.err) == (1, "error: temperature is 500.0; it must be between 0 and 100\n")
+
+
+def test_a_system_message_needs_the_template(cli: Cli) -> None:
+    assert cli("generate", "x", "--raw", "--system", "y").code == 2
+
+
+def test_ctrl_c_ends_generate_with_130_and_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "giveway", "generate", "x", "--device", "dry", "-n", "8000"]
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as out_file, err.open("wb") as err_file:
+        process = subprocess.Popen(command, stdout=out_file, stderr=err_file)
+        while out.stat().st_size == 0 and process.poll() is None:
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait() == 130
+    assert "Traceback" not in err.read_text()
+
+
+# Chat
+
+
+def test_off_a_terminal_every_line_is_a_message_and_every_answer_a_line(cli: Cli) -> None:
+    result = cli("chat", "--device", "dry", "-n", 8, "--temperature", 0, stdin="hello\n\nhow are you?\n/exit\nno\n")
+    assert result.code == 0
+    assert result.out.count("\n") == 2
+
+
+def test_the_conversation_is_remembered_until_reset(cli: Cli) -> None:
+    lines = "hello\nhello\n/reset\nhello\n"
+    result = cli("chat", "--device", "dry", "-n", 8, "--temperature", 0, "--stats", stdin=lines)
+    lengths = [int(line.split()[0]) for line in result.err.splitlines()]
+    assert lengths[1] > lengths[0]
+    assert lengths[2] == lengths[0]
+    answers = result.out.splitlines()
+    assert answers[2] == answers[0] != answers[1]
+
+
+def test_what_no_longer_fits_is_left_out_with_a_notice(cli: Cli) -> None:
+    arguments = ("--device", "dry", "-n", 8, "--temperature", 0, "--max-model-len", 100)
+    result = cli("chat", *arguments, stdin="".join(f"message {number}\n" for number in range(6)))
+    assert result.code == 0
+    assert result.out.count("\n") == 6
+    assert "warning: the 2 oldest messages no longer fit and are left out" in result.err
+
+
+def test_a_message_that_can_never_fit_is_an_error_that_names_it(cli: Cli) -> None:
+    result = cli("chat", "--device", "dry", "-n", 8, "--max-model-len", 64, stdin="x" * 200 + "\n")
+    assert result.code == 1
+    assert result.err.startswith("error: message 'xxxxx")

@@ -1,0 +1,337 @@
+"""`giveway run`: a file of requests, answered once each, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from giveway.build import build_engine
+from giveway.cli.run_input import InputLine, read_lines
+from giveway.cli.run_output import OutputFile
+from giveway.cli.run_requests import REQUESTS_PER_SEAT, RequestRun, RunSettings
+from giveway.core.errors import ConfigError
+from giveway.options import EngineOptions
+from tests.cli.conftest import Cli
+
+DRY = ("--device", "dry", "--temperature", 0)
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def records(path: Path) -> dict[int, dict[str, Any]]:
+    """Answers by line number; each line once."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    by_line = {record["line"]: record for record in found}
+    assert len(by_line) == len(found)
+    return by_line
+
+
+def texts(path: Path) -> dict[int, str]:
+    return {number: record["text"] for number, record in records(path).items()}
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", [{"prompt": f"hello {n}", "max_tokens": 4 + n} for n in range(10)])
+
+
+def test_every_line_is_answered_with_what_the_library_says(cli: Cli, tmp_path: Path) -> None:
+    from giveway.core.sampling import SamplingParams
+    from giveway.llm import LLM
+
+    with LLM(device="dry") as llm:
+        plain = llm.generate("hello", SamplingParams(max_tokens=5, temperature=0))[0].text
+        chat = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=6, temperature=0))[0].text
+    lines = [
+        {"prompt": "hello", "max_tokens": 5, "id": "first"},
+        "",
+        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "custom_id": 7, "temperature": 0},
+    ]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    result = cli("run", source, "-o", out, *DRY)
+    assert result.code == 0
+    assert result.err == "2 answered, 0 errors, 11 output tokens\n"
+    found = records(out)
+    assert {number: (record["id"], record["text"]) for number, record in found.items()} == {
+        1: ("first", plain),
+        3: (7, chat),
+    }
+    assert found[1]["finish_reason"] == "length"
+    assert found[1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{bad", "the line is not JSON"),
+        ("[1]", "the line holds [1]; an object with prompt or messages is needed"),
+        ("{}", "exactly one of prompt and messages is needed"),
+        ('{"prompt": "x", "messages": []}', "exactly one of prompt and messages is needed"),
+        ('{"prompt": "x", "max_tokns": 3}', "unknown field 'max_tokns'; did you mean 'max_tokens'?"),
+        ('{"prompt": "x", "max_tokens": "3"}', "max_tokens must be a whole number, not '3'"),
+        ('{"prompt": "x", "temperature": NaN}', "NaN is not a number in JSON"),
+        ('{"prompt": "x", "temperature": [1]}', "temperature must be a number"),
+        ('{"prompt": "x", "stop": {"a": 1}}', "stop is {'a': 1}; it must be a text or a list of texts"),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', "a token id must be a whole number"),
+        ('{"prompt": "x", "logit_bias": [1]}', "logit_bias is [1]; it must be an object"),
+        ('{"prompt": "x", "bad_words": "y"}', "bad_words is 'y'; it must be a list"),
+        ('{"prompt": 3}', "prompt is 3; it must be a text"),
+        ('{"messages": "hello"}', "messages is 'hello'; it must be a list of objects"),
+        ('{"messages": [{"role": 1}]}', "message"),
+        ('{"prompt": "x", "id": [1]}', "id is [1]; it must be a text or a whole number"),
+        ('{"prompt": "x", "priority": "high"}', "priority is 'high'; it must be a whole number"),
+        ('{"prompt": "x", "max_tokens": 99999}', "can never fit"),
+        ("[" * 100_000, "the line is"),
+        ('{"prompt": "\\ud800"}', "lone surrogate"),
+    ],
+)
+def test_a_bad_line_gets_an_error_record_and_harms_no_other(cli: Cli, tmp_path: Path, line: str, message: str) -> None:
+    good = {"prompt": "hello", "max_tokens": 3}
+    source, out = write_lines(tmp_path / "in.jsonl", [good, line, good]), tmp_path / "out.jsonl"
+    result = cli("run", source, "-o", out, *DRY)
+    assert result.code == 0
+    found = records(out)
+    assert message in found[2]["error"]["message"]
+    assert found[1]["text"] == found[3]["text"]
+    assert result.err.startswith("2 answered, 1 errors")
+
+
+def test_a_line_that_is_not_utf8_or_too_long_gets_an_error_record(cli: Cli, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b'\xff\n{"prompt": "' + b"x" * 5000 + b'"}\n{"prompt": "hello", "max_tokens": 3}')
+    assert cli("run", source, "-o", out, *DRY, "--max-line-bytes", 1000).code == 0
+    found = records(out)
+    assert "not UTF-8" in found[1]["error"]["message"]
+    assert "longer than 1000 bytes" in found[2]["error"]["message"]
+    assert len(found[3]["text"]) > 0
+
+
+def test_reading_keeps_no_more_of_a_line_than_the_limit_and_hashes_all_of_it(tmp_path: Path) -> None:
+    first, second, short = tmp_path / "1", tmp_path / "2", tmp_path / "3"
+    first.write_bytes(b"x" * 3_000_000 + b"1\nnext\n")
+    second.write_bytes(b"x" * 3_000_000 + b"2\nnext\n")
+    short.write_bytes(b"x" * 10 + b"\nnext")
+    (long_1, next_1), (long_2, next_2) = read_lines(first, 10), read_lines(second, 10)
+    assert long_1.content is long_2.content is None
+    assert long_1.digest != long_2.digest
+    assert next_1 == next_2 == InputLine(2, next_1.digest, b"next")
+    assert [line.content for line in read_lines(short, 10)] == [b"x" * 10, b"next"]
+
+
+def test_the_class_comes_from_the_field_that_was_named(cli: Cli, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "max_tokens": 3, "urgency": 0}])
+    out = tmp_path / "out.jsonl"
+    assert cli("run", source, "-o", out, *DRY, "--priority-field", "urgency").code == 0
+    assert "text" in records(out)[1]
+    other = tmp_path / "other.jsonl"
+    assert cli("run", source, "-o", other, *DRY).code == 0
+    assert "unknown field 'urgency'" in records(other)[1]["error"]["message"]
+
+
+def test_answers_are_written_in_order_of_completion(cli: Cli, tmp_path: Path) -> None:
+    lines = [{"prompt": "x", "max_tokens": count} for count in (9, 3, 6)]
+    out = tmp_path / "out.jsonl"
+    cli("run", write_lines(tmp_path / "in.jsonl", lines), "-o", out, *DRY)
+    assert list(records(out)) == [2, 3, 1]
+
+
+def test_no_more_than_a_few_requests_a_seat_are_under_way(tmp_path: Path) -> None:
+    # Goal: a file of millions of lines does not fill the memory.
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "max_tokens": 3}] * 100)
+    built = build_engine(EngineOptions(device="dry", max_num_seqs=2))
+    num_read = 0
+
+    def lines() -> Any:
+        nonlocal num_read
+        for line in read_lines(source, 1000):
+            num_read += 1
+            yield line
+
+    class Records:
+        num_written = 0
+
+        def write(self, line_number: int, digest: int, values: Any) -> None:
+            self.num_written += 1
+            assert num_read - self.num_written <= REQUESTS_PER_SEAT * 2
+
+    out = Records()
+    run = RequestRun(built, RunSettings({}, "priority", 1000, None), lines(), out)
+    assert run.run(is_stopped=lambda: False, tell=lambda _: None)
+    assert out.num_written == 100
+
+
+def test_seeds_of_unseeded_lines_follow_from_the_seed_and_the_line(cli: Cli, tmp_path: Path) -> None:
+    # Goal: a resumed run gives what an uninterrupted one would have given, also when it samples.
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "max_tokens": 9}] * 6)
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    cli("run", source, "-o", whole, "--device", "dry", "--seed", 5)
+    parts.write_text("".join(whole.read_text().splitlines(keepends=True)[:2]))
+    cli("run", source, "-o", parts, "--device", "dry", "--seed", 5)
+    assert texts(parts) == texts(whole)
+    assert len(set(texts(whole).values())) == 6
+
+
+# Resuming
+
+
+def test_started_again_it_does_nothing_when_all_is_done(cli: Cli, ten: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    cli("run", ten, "-o", out, *DRY)
+    before = out.read_bytes()
+    result = cli("run", ten, "-o", out, *DRY)
+    assert (result.code, result.err) == (0, "10 of 10 lines are answered already\n")
+    assert out.read_bytes() == before
+
+
+def test_it_goes_on_after_a_torn_last_line_wherever_it_was_torn(cli: Cli, ten: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    cli("run", ten, "-o", out, *DRY)
+    whole, wanted = out.read_bytes(), texts(out)
+    end_of_fourth = [place for place, byte in enumerate(whole) if byte == ord("\n")][3] + 1
+    for size in (0, 1, 9, 40, end_of_fourth - 1, end_of_fourth, end_of_fourth + 15, len(whole) - 1):
+        out.write_bytes(whole[:size])
+        assert cli("run", ten, "-o", out, *DRY).code == 0
+        assert texts(out) == wanted
+
+
+def test_lines_added_to_the_input_are_answered_by_the_next_start(cli: Cli, ten: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    cli("run", ten, "-o", out, *DRY)
+    with ten.open("a") as file:
+        file.write('{"prompt": "one more", "max_tokens": 2}\n')
+    result = cli("run", ten, "-o", out, *DRY)
+    assert result.err.startswith("10 of 11 lines are answered already")
+    assert sorted(records(out)) == list(range(1, 12))
+
+
+def test_an_output_that_belongs_to_another_input_is_refused_and_left_alone(cli: Cli, ten: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    cli("run", ten, "-o", out, *DRY)
+    before = out.read_bytes()
+    other = write_lines(tmp_path / "other.jsonl", [{"prompt": "else", "max_tokens": 4}] * 10)
+    result = cli("run", other, "-o", out, *DRY)
+    assert result.code == 1
+    assert "its line 1 answers line 1 of another input file" in result.err
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content", ["my diary\n", "my diary", '{"line": 1}\n', '{"line": 1, "input_hash": "zz"}\n', "7\n"]
+)
+def test_a_file_that_is_no_output_is_refused_and_left_alone(cli: Cli, ten: Path, tmp_path: Path, content: str) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_text(content)
+    result = cli("run", ten, "-o", out, *DRY)
+    assert result.code == 1
+    assert "no answer of `giveway run`, so nothing is added to it" in result.err
+    assert out.read_text() == content
+
+
+def test_input_and_output_must_not_be_the_same_file(cli: Cli, ten: Path) -> None:
+    before = ten.read_bytes()
+    assert "input and output are the same file" in cli("run", ten, "-o", ten, *DRY).err
+    assert ten.read_bytes() == before
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another run is writing to it"):
+        OutputFile(tmp_path / "out.jsonl")
+
+
+def test_a_limit_that_no_line_can_keep_is_a_usage_error(cli: Cli, ten: Path, tmp_path: Path) -> None:
+    assert cli("run", ten, "-o", tmp_path / "out.jsonl", *DRY, "--max-line-bytes", 0).code == 2
+
+
+def test_an_absent_input_is_named(cli: Cli, tmp_path: Path) -> None:
+    result = cli("run", tmp_path / "no.jsonl", "-o", tmp_path / "out.jsonl", *DRY)
+    assert (result.code, result.err) == (1, f"error: {tmp_path}/no.jsonl: cannot be read: No such file or directory\n")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+# Trouble while writing
+
+
+def test_a_full_disk_is_an_error_that_names_file_and_remedy(cli: Cli, ten: Path) -> None:
+    result = cli("run", ten, "-o", "/dev/full", *DRY)
+    assert result.code == 1
+    assert result.err == (
+        "error: /dev/full: cannot be written: No space left on device. What is in it is whole. Make room and start the "
+        "same command again: it goes on where it stopped.\n"
+    )
+
+
+def test_a_record_that_only_fits_in_part_is_taken_back(cli: Cli, ten: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "giveway", "run", str(ten), "-o", str(out), *map(str, DRY)]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # bytes: the third or fourth record is cut by it
+
+    result = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "cannot be written: File too large" in result.stderr
+    assert "Traceback" not in result.stderr
+    num_kept = len(records(out))
+    assert 0 < num_kept < 10
+    assert out.read_bytes().endswith(b"}\n")
+    assert cli("run", ten, "-o", out, *DRY).err.startswith(f"{num_kept} of 10 lines are answered already")
+    assert sorted(records(out)) == list(range(1, 11))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_run_stopped_in_the_middle_goes_on_where_it_stopped(
+    cli: Cli, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    lines = [{"prompt": f"hello {n}", "max_tokens": 24, "temperature": 0.5} for n in range(600)]
+    source, out, whole = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    arguments = [*map(str, DRY), "--seed", "3", "--max-num-seqs", "4"]
+    command = [sys.executable, "-m", "giveway", "run", str(source), "-o", str(out), *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while (not out.exists() or out.stat().st_size < 2000) and process.poll() is None:
+        time.sleep(0.002)
+    os.kill(process.pid, number)
+    _, errors = process.communicate()
+    assert process.returncode == code
+    assert "Traceback" not in errors
+    num_kept = out.read_bytes().count(b"\n")
+    assert 0 < num_kept < 600
+    assert cli("run", source, "-o", out, *arguments).err.startswith(f"{num_kept} of 600 lines are answered already")
+    assert cli("run", source, "-o", whole, *arguments).code == 0
+    assert texts(out) == texts(whole)
+    assert len(texts(out)) == 600
+
+
+def test_standard_output_can_be_the_output(cli: Cli, ten: Path) -> None:
+    result = cli("run", ten, "-o", "-", *DRY)
+    assert result.code == 0
+    assert len([json.loads(line) for line in result.out.splitlines()]) == 10
+
+
+def test_records_are_synced_at_most_once_a_second_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs: list[int] = []
+    monkeypatch.setattr(os, "fsync", syncs.append)
+    time_s = 0.0
+    with OutputFile(tmp_path / "out.jsonl", now=lambda: time_s) as out:
+        out.resume(array("Q", [1]), array("Q", [1]))
+        for _ in range(100):
+            time_s += 0.05
+            out.write(1, 1, {})
+        assert 4 <= len(syncs) <= 5
+        before = len(syncs)
+    assert len(syncs) == before + 1
