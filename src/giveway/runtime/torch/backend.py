@@ -1,0 +1,260 @@
+"""TorchBackend: the interface of `Backend` on PyTorch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError
+from giveway.core.ids import DeviceBlockId, HostBlockId
+from giveway.runtime.backend import BatchSequence, SequenceResult, TokenLogprobs
+from giveway.runtime.torch.attention import Attention, BucketAttention, Chunk, attend_in_pieces, make_attention_shape
+from giveway.runtime.torch.attention_fast import choose_fast_attention
+from giveway.runtime.torch.exact_ops import silu_times
+from giveway.runtime.torch.kv_storage import BlockShape, KVStorage, available_bytes
+from giveway.runtime.torch.model import Model, build_row_batch, forward_hidden, logits_of, plain_silu_times
+from giveway.runtime.torch.rope import make_rope_table
+from giveway.runtime.torch.sampler import choose_token, is_plain_greedy, token_logprobs
+from giveway.runtime.torch.settings import choose_device, choose_dtype
+from giveway.runtime.torch.weights import LARGEST_HEAD_PIECE, load_weights
+from giveway.runtime.weights.checkpoint import Checkpoint
+
+
+class TorchBackend:
+    """A model on CPU or CUDA through PyTorch. Implements giveway.runtime.backend.Backend."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        exact: bool | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Load the weights.
+
+        dtype: "auto", "float32", "bfloat16" or "float16"; see settings.choose_dtype for "auto". exact: whether an
+        answer is a function of its own tokens alone, bit for bit; None: on CPU yes, on CUDA no. num_threads: PyTorch's
+        threads, for the whole process; None leaves them alone. Raises ConfigError, or what the checkpoint raises.
+        """
+        if num_threads is not None:
+            if num_threads < 1:
+                raise ConfigError(f"num_threads is {num_threads}; at least 1 is needed")
+            torch.set_num_threads(num_threads)
+        self._config = checkpoint.config
+        self._device = choose_device(device)
+        self._dtype = choose_dtype(dtype, self._device, checkpoint.config)
+        self._exact = self._device.type == "cpu" if exact is None else exact
+        with torch.inference_mode():
+            self._weights = load_weights(checkpoint, device=self._device, dtype=self._dtype, exact=self._exact)
+            self._attention = self._choose_attention()
+        self._storage: KVStorage | None = None
+        self._model: Model | None = None
+
+    def _choose_attention(self) -> Attention:
+        shape = make_attention_shape(self._config, self._device, exact=self._exact)
+        if self._exact:
+            return BucketAttention(shape, self._dtype, attend_bucket=attend_in_pieces, name="PyTorch")
+        return choose_fast_attention(shape, self._device, self._dtype)
+
+    @property
+    def description(self) -> str:
+        """One line for people: device, dtype, kernels, exact or not."""
+        promise = "exact" if self._exact else "not exact: answers may depend on the batch"
+        name = str(self._dtype).removeprefix("torch.")
+        return f"{self._device.type}, {name}, {self._attention.name} {promise}".replace(" not exact", ", not exact")
+
+    @property
+    def device(self) -> str:
+        """Where the pools are: "cpu" or "cuda"."""
+        return self._device.type
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that can be embedded."""
+        return self._config.vocab_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache that one token takes, all layers, K and V."""
+        return self._config.kv_bytes_per_token(self._dtype.itemsize)
+
+    @property
+    def free_memory_bytes(self) -> int:
+        """Bytes of memory that are free for KV pools on the device now; 0 where the system does not say."""
+        return available_bytes(self._device) or 0
+
+    def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        """Allocate and touch both pools; called again, replace them. Raises ConfigError if memory is short."""
+        if min(num_device_blocks, block_size) < 1 or num_host_blocks < 0:
+            raise ConfigError(
+                f"KV pools of {num_device_blocks} device and {num_host_blocks} host blocks of {block_size} tokens: at "
+                "least 1 device block, 0 host blocks and 1 token are needed"
+            )
+        self._storage = self._model = None  # the old pools' memory goes first
+        config = self._config
+        shape = BlockShape(config.num_layers, block_size, config.num_kv_heads, config.head_size)
+        self._storage = KVStorage(
+            shape,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._model = Model(
+            config=config,
+            weights=self._weights,
+            # No request can be longer than the pool.
+            rope=make_rope_table(config, min(config.max_positions, num_device_blocks * block_size), self._device),
+            attention=self._attention,
+            gate=silu_times if self._exact else plain_silu_times,
+            dtype=self._dtype,
+        )
+
+    def forward(self, batch: Sequence[BatchSequence]) -> list[SequenceResult]:
+        """Write the KV of the batch, attend, and sample where asked; see Backend.forward."""
+        model, storage = self._ready()
+        chunks = self._check(batch, model, storage)
+        if not batch:
+            return []
+        tokens = [token for sequence in batch for token in sequence.token_ids]
+        try:
+            with torch.inference_mode():
+                hidden = forward_hidden(model, build_row_batch(model, tokens, chunks, storage), storage)
+                results = self._sample(model, hidden, batch, chunks)
+                return self._with_prompt_logprobs(model, hidden, batch, chunks, results)
+        except RuntimeError as error:
+            raise DeviceFaultError(
+                f"the forward pass over {len(tokens)} tokens of {len(batch)} requests failed on {self._device}: {error}"
+            ) from error
+
+    def logits(self, batch: Sequence[BatchSequence]) -> Tensor:
+        """Run the forward pass and return the logits after every row, float32 [tokens, vocab]: for comparisons."""
+        model, storage = self._ready()
+        chunks = self._check(batch, model, storage)
+        tokens = [token for sequence in batch for token in sequence.token_ids]
+        with torch.inference_mode():
+            hidden = forward_hidden(model, build_row_batch(model, tokens, chunks, storage), storage)
+            return logits_of(model, hidden[: len(tokens)])
+
+    def copy_out(self, pairs: Sequence[tuple[DeviceBlockId, HostBlockId]]) -> None:
+        """Copy whole blocks device -> host, synchronously. Raises DeviceFaultError."""
+        self._ready()[1].copy_out(pairs)
+
+    def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
+        """Copy whole blocks host -> device, synchronously. Raises DeviceFaultError."""
+        self._ready()[1].copy_in(pairs)
+
+    def close(self) -> None:
+        """Release weights and pools. The backend is not used afterwards."""
+        self._storage = self._model = None
+        del self._weights
+
+    def _ready(self) -> tuple[Model, KVStorage]:
+        if self._model is None or self._storage is None:
+            raise InvariantError("the backend was used before allocate() or after close()")
+        return self._model, self._storage
+
+    def _check(self, batch: Sequence[BatchSequence], model: Model, storage: KVStorage) -> list[Chunk]:
+        """Check every id before anything is written; returns the rows of each sequence."""
+        chunks: list[Chunk] = []
+        first_row, block_size = 0, storage.shape.block_size
+        for sequence in batch:
+            count, end = len(sequence.token_ids), sequence.start + len(sequence.token_ids)
+            who = f"request {sequence.request_id!r}"
+            if count < 1 or sequence.start < 0:
+                raise DeviceFaultError(f"{who}: {count} tokens from position {sequence.start} cannot be computed")
+            if end > model.rope.num_positions:
+                raise DeviceFaultError(
+                    f"{who}: position {end - 1} is beyond the last, {model.rope.num_positions - 1} (the model has "
+                    f"{self._config.max_positions} positions, the pool {storage.num_device_blocks} blocks)"
+                )
+            if end > len(sequence.block_table) * block_size:
+                raise DeviceFaultError(
+                    f"{who}: {end} tokens need {-(-end // block_size)} KV blocks, "
+                    f"its table has {len(sequence.block_table)}"
+                )
+            low, high = min(sequence.token_ids), max(sequence.token_ids)
+            if low < 0 or high >= self.vocab_size:
+                wrong = low if low < 0 else high
+                raise DeviceFaultError(f"{who}: token id {wrong} is outside the vocabulary of {self.vocab_size}")
+            used = sequence.block_table[: -(-end // block_size)]
+            if min(used) < 0 or max(used) >= storage.num_device_blocks:
+                wrong = min(used) if min(used) < 0 else max(used)
+                raise DeviceFaultError(f"{who}: KV block {wrong} is outside the pool of {storage.num_device_blocks}")
+            chunks.append(Chunk(first_row, count, sequence.start, sequence.block_table))
+            first_row += count
+        return chunks
+
+    def _sample(
+        self, model: Model, hidden: Tensor, batch: Sequence[BatchSequence], chunks: Sequence[Chunk]
+    ) -> list[SequenceResult]:
+        results = [SequenceResult()] * len(batch)
+        sampled = [index for index, sequence in enumerate(batch) if sequence.sample is not None]
+        if not sampled:
+            return results
+        last = torch.tensor([chunks[index].first_row + chunks[index].num_rows - 1 for index in sampled])
+        logits = logits_of(model, hidden.index_select(0, last.to(self._device)))
+        best = logits.argmax(-1).tolist()  # the first of equal ones
+        is_finite = torch.isfinite(logits).all(-1).tolist()
+        for row, index in enumerate(sampled):
+            results[index] = _sampled(batch[index], logits[row], best[row], is_finite=is_finite[row])
+        return results
+
+    def _with_prompt_logprobs(
+        self,
+        model: Model,
+        hidden: Tensor,
+        batch: Sequence[BatchSequence],
+        chunks: Sequence[Chunk],
+        results: list[SequenceResult],
+    ) -> list[SequenceResult]:
+        for index, (sequence, chunk) in enumerate(zip(batch, chunks, strict=True)):
+            if sequence.num_prompt_logprobs is None or not sequence.next_token_ids:
+                continue
+            entries: list[TokenLogprobs] = []
+            fault = results[index].fault
+            for first in range(0, len(sequence.next_token_ids), LARGEST_HEAD_PIECE):
+                tokens = sequence.next_token_ids[first : first + LARGEST_HEAD_PIECE]
+                start = chunk.first_row + first
+                logits = logits_of(model, hidden[start : start + len(tokens)])
+                if not bool(torch.isfinite(logits).all()):
+                    fault = _fault_of(logits)
+                    break
+                rows = logits.cpu().numpy()
+                top = sequence.num_prompt_logprobs
+                entries += [token_logprobs(row, token, top) for row, token in zip(rows, tokens, strict=True)]
+            old = results[index]
+            results[index] = (
+                SequenceResult(fault=fault)
+                if fault
+                else SequenceResult(token_id=old.token_id, logprobs=old.logprobs, prompt_logprobs=tuple(entries))
+            )
+        return results
+
+
+def _sampled(sequence: BatchSequence, logits: Tensor, best: int, *, is_finite: bool) -> SequenceResult:
+    """Choose the token of one sequence. logits: [vocab]; best: its largest."""
+    sample = sequence.sample
+    if sample is None:
+        return SequenceResult()
+    if not is_finite:
+        return SequenceResult(fault=_fault_of(logits))
+    is_simple = is_plain_greedy(sample)
+    if is_simple and sample.params.logprobs is None:
+        return SequenceResult(token_id=best)
+    row = logits.cpu().numpy()
+    token = best if is_simple else choose_token(row, sample)
+    if token is None:
+        return SequenceResult(fault=f"all {len(row)} tokens are forbidden at output position {sample.output_index}")
+    if sample.params.logprobs is None:
+        return SequenceResult(token_id=token)
+    return SequenceResult(token_id=token, logprobs=token_logprobs(row, token, sample.params.logprobs))
+
+
+def _fault_of(logits: Tensor) -> str:
+    is_wrong = ~torch.isfinite(logits)
+    return f"logits are not finite: {int(is_wrong.sum())} of {logits.numel()} values are NaN or infinite"

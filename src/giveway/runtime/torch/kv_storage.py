@@ -1,0 +1,155 @@
+"""The two pools of KV blocks of this backend, and the copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from giveway.core.errors import ConfigError, DeviceFaultError
+from giveway.core.ids import DeviceBlockId, HostBlockId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Geometry of one KV block; [num_layers, 2, block_size, num_kv_heads, head_size] and contiguous."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def dimensions(self) -> tuple[int, int, int, int, int]:
+        """Shape of a block as a tensor."""
+        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_size)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of a block."""
+        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_size
+
+
+class KVStorage:
+    """Device pool and host pool, allocated and touched once.
+
+    The device pool has one block more than was asked for: `blank_block`, all zeros and never written. Attention reads
+    it in place of slots that hold no token of the request, so what a former owner left there can never matter.
+    """
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        *,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self.num_device_blocks = num_device_blocks
+        self.num_host_blocks = num_host_blocks
+        block_bytes = shape.num_elements * dtype.itemsize
+        _check_room("device", num_device_blocks + 1, block_bytes, device)
+        _check_room("host", num_host_blocks, block_bytes, torch.device("cpu"))
+        # zero_ and not torch.zeros: the latter leaves the pages to be mapped by the first requests.
+        self._device = torch.empty((num_device_blocks + 1, *shape.dimensions), dtype=dtype, device=device).zero_()
+        pinned = device.type == "cuda"
+        self._host = torch.empty((num_host_blocks, *shape.dimensions), dtype=dtype, pin_memory=pinned).zero_()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the device pool lies."""
+        return self._device.device
+
+    @property
+    def blank_block(self) -> int:
+        """Index of the block of zeros."""
+        return self.num_device_blocks
+
+    @property
+    def host_is_pinned(self) -> bool:
+        """Whether the host pool can be copied to and from by the device on its own."""
+        return self._host.is_pinned()
+
+    def token_rows(self, layer: int, which: int) -> Tensor:
+        """View one layer's K (which 0) or V (1) for writing.
+
+        Returns [rows, num_kv_heads * head_size]; the row of a slot is block * num_layers * 2 * block_size + offset.
+        """
+        rows = self._device.view(-1, self.shape.num_kv_heads * self.shape.head_size)
+        return rows[(layer * 2 + which) * self.shape.block_size :]
+
+    def head_rows(self, layer: int, which: int) -> Tensor:
+        """View one layer's K (which 0) or V (1) for reading: [rows, head_size], num_kv_heads for each of token_rows."""
+        rows = self._device.view(-1, self.shape.head_size)
+        return rows[(layer * 2 + which) * self.shape.block_size * self.shape.num_kv_heads :]
+
+    def blocks(self, layer: int, which: int) -> Tensor:
+        """View one layer's K (which 0) or V (1): [num_blocks + 1, block_size, num_kv_heads, head_size], strided."""
+        return self._device[:, layer, which]
+
+    def copy_out(self, pairs: Sequence[tuple[DeviceBlockId, HostBlockId]]) -> None:
+        """Copy whole blocks device -> host; returns when they are there."""
+        self._copy(list(pairs), self._device, self._host, (self.num_device_blocks, self.num_host_blocks))
+
+    def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
+        """Copy whole blocks host -> device; returns when they are there."""
+        self._copy(list(pairs), self._host, self._device, (self.num_host_blocks, self.num_device_blocks))
+
+    def _copy(self, pairs: Sequence[tuple[int, int]], source: Tensor, target: Tensor, limits: tuple[int, int]) -> None:
+        for block, limit in ((pair[side], limits[side]) for pair in pairs for side in (0, 1)):
+            if not 0 <= block < limit:
+                there = f"blocks 0 to {limit - 1}" if limit else "no blocks"
+                raise DeviceFaultError(f"copy of KV block {block}: that pool has {there}; nothing was copied")
+        try:
+            for first_source, first_target, length in joined_runs(pairs):
+                piece = source[first_source : first_source + length]
+                target[first_target : first_target + length].copy_(piece, non_blocking=self.host_is_pinned)
+            if self._device.is_cuda:
+                torch.cuda.current_stream(self._device.device).synchronize()
+        except RuntimeError as error:
+            raise DeviceFaultError(f"copying {len(pairs)} KV blocks failed: {error}") from error
+
+
+def joined_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Join pairs that follow each other on both sides: (first source, first target, number of blocks) for each run."""
+    position = 0
+    while position < len(pairs):
+        source, target = pairs[position]
+        length = 1
+        while position + length < len(pairs) and pairs[position + length] == (source + length, target + length):
+            length += 1
+        yield source, target, length
+        position += length
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that an allocation on `device` could take now, bytes; None: the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = meminfo.read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
+        # Cached file pages count as used there, although the system gives them up for an allocation.
+        statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        found.append(max(0, int(text) - int(used.read_text()) + int(statistics.get("inactive_file", 0))))
+    return min(found, default=None)
+
+
+def _check_room(pool: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:
+    needed, free = num_blocks * block_bytes, available_bytes(device)
+    if free is None or needed <= free:
+        return
+    raise ConfigError(
+        f"the {pool} pool of {num_blocks} KV blocks needs {needed / 2**20:,.0f} MiB ({block_bytes:,} bytes each), but "
+        f"{free / 2**20:,.0f} MiB are available on {device}: at most {free // block_bytes} blocks fit. Lower the "
+        f"number of {pool} blocks."
+    )
