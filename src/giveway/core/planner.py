@@ -161,7 +161,7 @@ class _Walk:
         return table
 
     def _pool_is_full(self) -> KVCacheFullError:
-        used = sum(request.num_computed_tokens for request in self.residents)
+        used = (self.kv.device.size - self.draft.num_available) * self.block_size
         total = self.state.cache_config.num_device_slots
         return KVCacheFullError(
             f"KV cache full: used {used} of {total} slots by {len(self.residents)} requests, and the policy 'none' "

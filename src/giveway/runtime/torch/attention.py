@@ -178,7 +178,8 @@ def attend_in_pieces(queries: Tensor, keys: Tensor, values: Tensor, bucket: Buck
     """Attend for one bucket in plain float32 operations, exact when the rows of its products were chosen for it.
 
     queries: [I * kv_heads * P, M, head_size], scaled. keys, values: [I * kv_heads * P, L, head_size]. Returns float32
-    [I * kv_heads, M, head_size]. Products in bfloat16 would save up to a fifth of a step and more than double the error of the logits.
+    [I * kv_heads, M, head_size]. Products in bfloat16 would save up to a fifth of a step, but more than double the
+    error of the logits.
     """
     rows, pieces, size = bucket.num_rows, bucket.num_pieces, queries.shape[-1]
     scores = torch.bmm(queries.float(), keys.float().transpose(1, 2))
