@@ -5,7 +5,7 @@ import os
 # Before torch loads: on busy cores libgomp's default spinning makes a step of 20 ms take half a second.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "everyday",

@@ -71,7 +71,7 @@ def test_the_write_up_runs_on_the_tiny_model(cli: Cli, tmp_path: Path) -> None:
     result = cli("demo", "--write-up", "--device", "cpu", "--json", tmp_path / "demo.json")
     assert result.code == 0
     assert "on tiny on cpu" in result.out
-    assert "KV cache full: used 18 of 20 slots" in result.out
+    assert "KV cache full: used 20 of 20 slots" in result.out
     rows = json.loads((tmp_path / "demo.json").read_text())["rows"]
     assert [row["answers_equal"] for row in rows] == [0, 8, 8, 8]
     assert all(sum(row["preemptions"].values()) > 0 for row in rows[1:])
