@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from giveway.bench.measure import describe_machine
 from giveway.demo.display import LiveDisplay, PlainDisplay, make_display
-from giveway.demo.report import describe_machine
 from giveway.demo.show import run_demo
 from giveway.demo.workload import urgent_among_background, write_up
 from giveway.options import EngineOptions

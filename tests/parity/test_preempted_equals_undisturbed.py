@@ -9,18 +9,24 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
 import pytest
 
 from giveway.build import Model, build_on, load_model
 from giveway.core.config import PreemptionChoice
 from giveway.core.ids import RequestId
-from giveway.core.plan import PreemptionMode
+from giveway.core.plan import BlockCopy, PreemptionMode
 from giveway.core.request import RequestState
 from giveway.core.sampling import SamplingParams
+from giveway.core.scheduler import Scheduler
+from giveway.engine.clock import MonotonicClock
 from giveway.engine.engine import Engine
+from giveway.engine.intake import Intake
 from giveway.engine.outputs import RequestOutput
 from giveway.options import EngineOptions
+from giveway.runtime.dry.scripted_copies import CopyFate, ScriptedCopies
+from giveway.runtime.model_executor import ModelExecutor
 
 NUM_TOKENS = 20
 STORIES = (
@@ -85,11 +91,17 @@ def run(
     choice: PreemptionChoice = PreemptionChoice.SWAP,
     probability: float = 0.0,
 ) -> list[RequestOutput]:
-    """Step to the end, telling a random resident to give way now and then; results in order of submission."""
+    """Step to the end, telling a random resident to give way now and then; results in order of submission.
+
+    With `rng` it happens at two random steps in any case, and at every other with `probability`.
+    """
     results: dict[RequestId, RequestOutput] = {}
-    while engine.has_work:
+    certain = rng.sample(range(2, 18), 2) if rng is not None else []
+    for step in count():
+        if not engine.has_work:
+            break
         residents = [r for r in engine.scheduler.state.residents if r.state is RequestState.RUNNING]
-        if rng is not None and residents and rng.random() < probability:
+        if rng is not None and residents and (rng.random() < probability or step in certain):
             engine.give_way(rng.choice(residents).request_id, choice)
         for update in engine.step():
             if update.result is not None:
@@ -195,3 +207,76 @@ def test_swap_out_then_swap_in_brings_back_the_same_bytes_mid_prefill(model: Mod
         assert same(result, workload.answers[longest])
         assert sum(result.stats.preemptions.values()) == 1
         assert (result.stats.num_recomputed_tokens > 0) == (choice is PreemptionChoice.RECOMPUTE)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_with_the_prefix_cache_blocks_are_reused_and_never_hold_another_context(
+    model: Model, workload: Workload, mode: str
+) -> None:
+    # Goal: the same prompts twice on a pool so small that cached blocks are overwritten all the time; the second time
+    # finds what the first left. Prompt log-probabilities of a warm prompt are those of the cold one.
+    options = EngineOptions(
+        num_kv_blocks=16, swap_space=1 << 30, max_num_seqs=8, max_num_batched_tokens=64, preemption_mode=mode,
+        enable_prefix_caching=True, check_invariants=True,
+    )  # fmt: skip
+    engine = build_on(model, options).engine
+    modes: Counter[PreemptionMode] = Counter()
+    num_cached = 0
+    for _ in range(2):
+        for index in range(8):
+            engine.submit(workload.prompts[index], workload.params[index], priority=20 - 2 * index)
+        results = run(engine, random.Random(5), PreemptionChoice(mode), 0.1)
+        modes += check(workload, results)
+        num_cached += sum(result.stats.num_cached_tokens for result in results)
+    assert modes[PreemptionMode(mode)] >= 2
+    assert num_cached > 0
+
+
+def test_blocks_are_not_used_again_while_a_late_copy_still_reads_them(model: Model, workload: Workload) -> None:
+    # Goal: copies move their bytes up to four steps after the plan, every fifth fails; no answer changes.
+    num_copies = 0
+
+    def fate(_: BlockCopy) -> CopyFate:
+        nonlocal num_copies
+        num_copies += 1
+        return CopyFate(delay_steps=num_copies % 5, fails=num_copies % 5 == 4)
+
+    options = EngineOptions(num_kv_blocks=14, swap_space=1 << 30, max_num_seqs=8, max_num_batched_tokens=64)
+    built = build_on(model, options)
+    config = replace(built.scheduler_config, overlapped_copies=True, check_invariants=True)
+    clock = MonotonicClock()
+    engine = Engine(
+        Scheduler(config, built.cache_config),
+        ModelExecutor(model.backend, clock.now, ScriptedCopies(model.backend, fate)),
+        model.tokenizer,
+        Intake(model.tokenizer, config, built.cache_config, eos_token_ids=model.eos_token_ids),
+        clock,
+        block_bytes=built.engine.block_bytes,
+    )
+    for index in range(8):
+        engine.submit(workload.prompts[index], workload.params[index], priority=20 - 2 * index)
+    modes = check(workload, run(engine, random.Random(9), PreemptionChoice.SWAP, 0.1))
+    assert modes[PreemptionMode.SWAP] >= 4
+    assert num_copies >= 8
+
+
+@pytest.mark.long
+def test_eight_copies_of_one_prompt_say_the_same_alone_together_and_evicted(model: Model) -> None:
+    # Goal: recomputing replays decodes as one prefill; where that changed a float, a near-tie would flip in 200 tokens.
+    prompt = tuple(model.tokenizer.encode(STORIES[0]))
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, logprobs=2)
+    options = EngineOptions(num_kv_blocks=128, swap_space=1 << 30, max_num_batched_tokens=64, max_num_seqs=8)
+    alone = build_on(model, options).engine
+    alone.submit(prompt, params)
+    (expected,) = run(alone)
+    margins = [entry.top[0][1] - entry.top[1][1] for entry in expected.logprobs or ()]
+    print(f"smallest margin between the two best tokens: {min(margins):.2e}")
+    for choice in (None, *PreemptionChoice):
+        engine = build_on(model, options).engine
+        for _ in range(8):
+            engine.submit(prompt, params)
+        rng = random.Random(11) if choice else None
+        results = run(engine, rng, choice or PreemptionChoice.SWAP, 0.2)
+        assert all(same(result, expected) for result in results)
+        if choice:
+            assert sum(result.stats.num_preemptions for result in results) >= 10

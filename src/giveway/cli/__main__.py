@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": ("giveway.cli.chat", "Talk with a model."),
     "run": ("giveway.cli.run", "Answer a file of requests; can be stopped and resumed."),
     "info": ("giveway.cli.info", "Show a model's geometry, and what fits into memory."),
+    "bench": ("giveway.cli.bench", "Measure what this engine costs and gives."),
 }
 
 

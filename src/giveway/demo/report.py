@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from giveway.bench.measure import describe_machine
 from giveway.build import format_bytes
 from giveway.demo.run import RunResult, count_equal
 from giveway.demo.workload import Workload
@@ -184,30 +181,3 @@ def as_json(rows: Sequence[Row], workload: Workload, model_description: str) -> 
         },
         "rows": [row.as_json() for row in rows],
     }
-
-
-def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Return the public kind of this machine: CPU model, cores, versions. Nothing that names the machine itself."""
-    return {
-        "cpu": _cpu_model(cpuinfo),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "giveway": _version("giveway"),
-    }
-
-
-def _cpu_model(cpuinfo: Path) -> str:
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

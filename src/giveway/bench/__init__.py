@@ -1,0 +1,1 @@
+"""`giveway bench ...`: one file per published figure. Each prints machine, settings and a table."""

@@ -1,0 +1,41 @@
+"""Benchmarks run, and write what they print; their figures are nobody's test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from giveway.bench.exact import bench_exact
+from giveway.bench.measure import sample
+from giveway.cli.__main__ import main
+from giveway.options import EngineOptions
+
+
+def test_a_sample_is_its_median_and_half_its_width() -> None:
+    found = sample([4.0, 1.0, 2.0])
+    assert (found.median, found.low, found.high) == (2.0, 1.0, 4.0)
+    assert found.spread_pct == 75.0
+
+
+def test_the_cost_of_exactness_is_measured_on_both_kinds_of_engine() -> None:
+    report = bench_exact(EngineOptions(model="tiny", device="cpu"), num_rounds=1, num_steps=4)
+    assert [row["work"] for row in report.rows] == [
+        "decode, batch 1",
+        "decode, batch 8",
+        "decode, batch 16",
+        "prefill of 512",
+    ]
+    assert all(row["exact_tok_s"] > 0 and row["fast_tok_s"] > 0 for row in report.rows)
+    assert "not exact" in report.settings["fast"]
+    assert "not exact" not in report.settings["exact"]
+
+
+def test_start_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "start.json"
+    assert main(["bench", "start", "--model", "tiny", "--quick", "--json", str(target)]) == 0
+    content = json.loads(target.read_text())
+    assert content["machine"]["cores"] >= 1
+    assert content["rows"][0]["start_to_first_token_s"] > 0
+    assert "start_to_first_token_s" in capsys.readouterr().out
