@@ -6,32 +6,47 @@ import json
 import subprocess
 import sys
 import time
+from math import prod
 
 from giveway.bench.measure import Report, sample
 from giveway.core.errors import GiveWayError
 
 _CHILD = """
-import json, sys
-def anonymous_bytes(field):
+import json, sys, threading
+def anonymous_bytes():
     with open("/proc/self/status") as status:
-        return next(1024 * int(line.split()[1]) for line in status if line.startswith(field))
-from giveway.llm import LLM
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
+from giveway.build import build_on, load_model
 from giveway.core.sampling import SamplingParams
+from giveway.options import EngineOptions
 import giveway.runtime.torch.backend
-before = anonymous_bytes("RssAnon:")
-llm = LLM(sys.argv[1] or None, num_kv_blocks=64, swap_space=0, max_model_len=1000)
-after = anonymous_bytes("RssAnon:")
-(answer,) = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=1))
-print(json.dumps({"grown_bytes": after - before, "kv_bytes": 64 * llm.engine.block_bytes}), flush=True)
+options = EngineOptions(model=sys.argv[1] or None, num_kv_blocks=64, swap_space=0, max_model_len=1000)
+before, peak, loaded = anonymous_bytes(), 0, threading.Event()
+def watch():
+    global peak
+    while not loaded.wait(0.004):
+        peak = max(peak, anonymous_bytes())
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_model(options)
+peak = max(peak, anonymous_bytes())
+loaded.set()
+watcher.join()
+engine = build_on(model, options).engine
+engine.submit("Hello", SamplingParams(temperature=0, max_tokens=1))
+while engine.has_work:
+    engine.step()
+print(json.dumps({"peak_bytes": peak - before}), flush=True)
 """
 
 
 def bench_start(model: str | None, *, num_rounds: int = 5) -> Report:
     """Measure; the child's time runs from its start to the line it prints once the first token is there.
 
-    grown_bytes: anonymous memory (not file-backed) that loading took, KV pool included, seen when it had ended.
+    loading_peak_mib: the most anonymous memory (not file-backed) that the process held while loading, above what it
+    held before, sampled every 4 ms. weights_mib: the parameters in the type they are used in.
     """
-    times, grown, kv_bytes = [], [], 0
+    times, peaks = [], []
     for _ in range(num_rounds):
         started_s = time.perf_counter()
         with subprocess.Popen(  # our own interpreter and text
@@ -42,15 +57,27 @@ def bench_start(model: str | None, *, num_rounds: int = 5) -> Report:
             times.append(time.perf_counter() - started_s)
         if not line:
             raise GiveWayError(f"the measured process ended with code {child.returncode}; its message is above")
-        said = json.loads(line)
-        grown.append(float(said["grown_bytes"]))
-        kv_bytes = said["kv_bytes"]
-    start, memory = sample(times), sample(grown)
+        peaks.append(json.loads(line)["peak_bytes"] / 2**20)
+    start, weights_mib = sample(times), _weight_bytes(model) / 2**20
     row = {
         "start_to_first_token_s": start.median,
         "low_s": start.low,
         "high_s": start.high,
-        "grown_mib": memory.median / 2**20,
-        "kv_pool_mib": kv_bytes / 2**20,
+        "weights_mib": weights_mib,
+        "loading_peak_mib": sample(peaks).median,
+        "peak_over_weights": sample(peaks).median / weights_mib,
     }
     return Report("Process start to first token", {"model": model or "embedded", "rounds": num_rounds}, [row])
+
+
+def _weight_bytes(model: str | None) -> int:
+    """Bytes of all parameters as float32, what a CPU computes in unless told otherwise."""
+    if model == "tiny":
+        from giveway.runtime.torch.tiny import tiny_checkpoint
+
+        config = tiny_checkpoint().config
+    else:
+        from giveway.runtime.model_source import open_model
+
+        config = open_model(model).checkpoint.config
+    return 4 * sum(prod(shape) for shape in config.tensor_shapes().values())

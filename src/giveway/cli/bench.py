@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ def _show(report: Report, result_file: str | None) -> None:
     from rich.table import Table
 
     content = report.as_json()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)  # nothing is cut off in a pipe or a log
     for title in ("machine", "settings"):
         console.print(
             f"{title}: " + ", ".join(f"{name} {value}" for name, value in content[title].items()), soft_wrap=True
