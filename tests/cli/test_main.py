@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import click
 import pytest
 
 import giveway
@@ -34,10 +35,14 @@ def test_it_is_a_module_too(module: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(cli: Cli, name: str) -> None:
-    result = cli(name, "--help")
-    assert result.code == 0
-    assert "--config" in result.out
-    assert group.get_command(None, name).name == name  # type: ignore[arg-type, union-attr]
+    command = group.get_command(None, name)  # type: ignore[arg-type]
+    assert command is not None
+    assert command.name == name
+    below = command.commands if isinstance(command, click.Group) else [None]
+    for part in below:
+        result = cli(name, *([part] if part else []), "--help")
+        assert result.code == 0
+        assert "--config" in result.out
 
 
 def test_a_wrong_command_is_answered_with_the_nearest(cli: Cli) -> None:
