@@ -9,6 +9,7 @@ import pytest
 
 from giveway.bench.exact import bench_exact
 from giveway.bench.measure import sample
+from giveway.bench.scheduler import bench_scheduler
 from giveway.cli.__main__ import main
 from giveway.options import EngineOptions
 
@@ -39,3 +40,11 @@ def test_start_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert content["machine"]["cores"] >= 1
     assert content["rows"][0]["start_to_first_token_s"] > 0
     assert "start_to_first_token_s" in capsys.readouterr().out
+
+
+def test_the_cost_of_scheduling_has_a_row_for_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench_scheduler(num_rounds=2).rows
+    steady = [(row["running"], row["waiting"]) for row in rows if row["operation"] == "steady decode"]
+    assert steady == [(running, waiting) for running in (1, 16, 64, 256) for waiting in (0, 100, 10_000)]
+    assert all(row.get("median_ns", 1) > 0 and row.get("plan_us", 1) > 0 for row in rows)
+    assert {"state change, swap out", "whole path, swap in, 512 blocks"} <= {row["operation"] for row in rows}

@@ -55,6 +55,16 @@ def start(options: EngineOptions, quick: bool, result_file: str | None) -> None:
     _show(bench_start(options.model, num_rounds=2 if quick else 5), result_file)
 
 
+@command.command("scheduler")
+@_takes_report_options
+@takes_engine_options(only=())
+def scheduler(options: EngineOptions, quick: bool, result_file: str | None) -> None:  # noqa: ARG001
+    """What scheduling itself costs: state changes, whole preemptions, plan + commit of a step."""
+    from giveway.bench.scheduler import bench_scheduler
+
+    _show(bench_scheduler(num_rounds=40 if quick else 200), result_file)
+
+
 def _show(report: Report, result_file: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -66,10 +76,11 @@ def _show(report: Report, result_file: str | None) -> None:
             f"{title}: " + ", ".join(f"{name} {value}" for name, value in content[title].items()), soft_wrap=True
         )
     table = Table(title=report.title)
-    for name in report.rows[0]:
+    columns = list(dict.fromkeys(name for row in report.rows for name in row))
+    for name in columns:
         table.add_column(name)
     for row in report.rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(_cell(row.get(name, "")) for name in columns))
     console.print(table)
     if result_file is not None:
         try:
