@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from giveway.core.config import (
@@ -15,6 +17,7 @@ from giveway.core.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
+from giveway.core.cost_profile import SHIPPED, CostProfile
 from giveway.core.errors import ConfigError, InvalidRequestError
 from giveway.core.ids import TokenId
 from giveway.core.scheduler import Scheduler
@@ -95,8 +98,11 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         max_model_len=_max_model_len(options, model, cache),
         policy=SchedulingPolicy(options.scheduling_policy),
         preemption_mode=PreemptionChoice(options.preemption_mode),
+        # The dry run's clock says nothing about real work, and its counts are compared with others.
+        refine_costs=options.cost_profile is None and model.backend.device != "dry",
         check_invariants=options.check_invariants,
     )
+    costs = SHIPPED if options.cost_profile is None else read_cost_profile(Path(options.cost_profile))
     model.backend.allocate(
         num_device_blocks=cache.num_device_blocks,
         num_host_blocks=cache.num_host_blocks,
@@ -111,7 +117,7 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         seed=options.seed,
     )
     engine = Engine(
-        Scheduler(scheduler_config, cache),
+        Scheduler(scheduler_config, cache, costs),
         ModelExecutor(model.backend, clock.now),
         model.tokenizer,
         intake,
@@ -119,6 +125,19 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         block_bytes=cache.block_size * model.backend.kv_bytes_per_token,
     )
     return BuiltEngine(engine, model, scheduler_config, cache)
+
+
+def read_cost_profile(path: Path) -> CostProfile:
+    """Read a file for --cost-profile. Raises ConfigError."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cost profile {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"cost profile {path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"cost profile {path}: a JSON object is needed, found {type(values).__name__}")
+    return CostProfile.from_dict(values)
 
 
 def _check(options: EngineOptions) -> None:

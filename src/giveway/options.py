@@ -87,7 +87,14 @@ class EngineOptions:
         choices=("priority", "fcfs", "none"),
     )
     preemption_mode: str = _option(
-        "swap", "What becomes of the KV of those who give way.", choices=("swap", "recompute")
+        "auto",
+        "What becomes of the KV of those who give way: whichever costs the victim fewer seconds, or always the same.",
+        choices=("auto", "swap", "recompute"),
+    )
+    cost_profile: str | None = _option(
+        None,
+        "JSON file with the seconds that computing and copying take, kept as it is. Default: a shipped profile, "
+        "refined by real steps.",
     )
     default_priority: int = _option(DEFAULT_CLASS, "Class of a request that names none: 0 (the most urgent) to 100.")
     enable_prefix_caching: bool = _option(False, "Share the KV of equal prompt beginnings.")

@@ -49,8 +49,8 @@ def make_plan() -> StepPlan:
 def test_a_plan_tells_every_action_in_words() -> None:
     assert make_plan().describe().splitlines() == [
         "step 7: 5 tokens",
-        "  low gives way for urgent: swap, 3 blocks",
-        "  told gives way by command: recompute, 2 blocks",
+        "  low gives way for urgent: swap, 3 blocks (recompute 0.00 ms, swap impossible)",
+        "  told gives way by command: recompute, 2 blocks (recompute 0.00 ms, swap impossible)",
         "  back is swapped in: 2 blocks",
         "  urgent is admitted: 1 blocks found, 1 new",
         "  g is admitted as a guest: 0 blocks found, 0 new",

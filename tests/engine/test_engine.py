@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from pathlib import Path
 
 import pytest
 
 from giveway.build import BuiltEngine, build_engine
 from giveway.core.config import PreemptionChoice
+from giveway.core.cost_profile import SHIPPED
 from giveway.core.errors import ConfigError, InvalidRequestError, KVCacheFullError, RequestTooLargeError
 from giveway.core.plan import PreemptionMode
 from giveway.core.request import FinishReason
@@ -275,3 +278,37 @@ def test_ctrl_c_during_generate_leaves_an_engine_that_works() -> None:
     assert len(llm.generate([[5]], GREEDY)[0].token_ids) == 24
     assert llm.engine.num_unfinished == 0
     assert llm.engine.scheduler.state.kv.device.num_owned == 0
+
+
+@pytest.mark.parametrize(("copy_s", "mode"), [(0.0, PreemptionMode.SWAP), (10.0, PreemptionMode.RECOMPUTE)])
+def test_auto_swaps_where_copies_are_cheap_and_recomputes_where_they_are_dear(
+    tmp_path: Path, copy_s: float, mode: PreemptionMode
+) -> None:
+    # Goal: the pinned profile decides, whatever the machine at hand would say.
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({**SHIPPED.as_dict(), "copy_s": copy_s}))
+    built = dry(max_num_seqs=1, preemption_mode="auto", cost_profile=str(profile))
+    name = built.engine.submit([1] * 40, GREEDY, priority=20)
+    built.engine.step()
+    built.engine.submit([2], SamplingParams(temperature=0, max_tokens=1), priority=0)
+    assert drain(built)[name].stats.preemptions == {mode: 1}
+    assert built.engine.scheduler.state.costs.copy_s == copy_s
+
+
+def test_costs_are_learned_from_real_steps_and_pinned_in_the_dry_run() -> None:
+    learned = LLM("tiny", device="cpu", num_kv_blocks=32)
+    learned.generate([[1, 2, 3]], GREEDY)
+    assert learned.engine.scheduler.state.costs != SHIPPED
+    pinned = LLM(device="dry")
+    pinned.generate([[1, 2, 3]], GREEDY)
+    assert pinned.engine.scheduler.state.costs == SHIPPED
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step_s": 1}', "[" * 100_000])
+def test_a_cost_profile_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(content)
+    with pytest.raises(ConfigError, match="cost profile"):
+        dry(cost_profile=str(profile))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        dry(cost_profile=str(tmp_path / "absent"))

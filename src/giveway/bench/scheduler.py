@@ -84,7 +84,7 @@ class _Bench:
         sampled |= {chunk.request_id: 7 for chunk in plan.chunks if chunk.samples}
         copies = [*plan.copies_out, *(swap_in.copy for swap_in in plan.swap_ins)]
         return StepOutcome(
-            plan.step_id, self._now_s, 0.02, sampled, finished_copies=tuple(copy.copy_id for copy in copies)
+            plan.step_id, self._now_s, sampled=sampled, finished_copies=tuple(copy.copy_id for copy in copies)
         )
 
 

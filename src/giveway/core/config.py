@@ -23,6 +23,7 @@ class SchedulingPolicy(Enum):
 class PreemptionChoice(Enum):
     """What becomes of a victim's KV, by option."""
 
+    AUTO = "auto"  # whichever costs this victim fewer seconds now
     SWAP = "swap"  # keep it in host memory; recompute only where the host pool has no room
     RECOMPUTE = "recompute"  # drop it, and prefill prompt + generated tokens again
 
@@ -71,6 +72,7 @@ class SchedulerConfig:
     overlapped_copies: bool = False  # False: every copy of a plan has ended when its outcome arrives
     copy_timeout_s: float = 30.0  # an overlapped copy not heard of for so long counts as failed
     max_guest_looks: int = 32  # newcomers looked at behind the first that did not fit
+    refine_costs: bool = False  # learn the cost profile from real steps; off for whatever compares counts
     check_invariants: bool = False  # the full consistency check after every commit: tests, debugging
 
     def __post_init__(self) -> None:

@@ -57,6 +57,8 @@ class Preemption:
     beneficiary: RequestId | None  # None: told to, by command
     mode: PreemptionMode
     num_blocks: int  # blocks of its table
+    recompute_s: float = 0.0  # estimated cost of dropping its KV (s)
+    swap_s: float | None = None  # estimated cost of keeping it on the host (s); None: impossible
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,11 @@ class StepPlan:
         lines = [f"step {self.step_id}: {self.num_tokens} tokens"]
         for p in self.preemptions:
             who = f"for {p.beneficiary}" if p.beneficiary else "by command"
-            lines.append(f"  {p.victim} gives way {who}: {p.mode.value}, {p.num_blocks} blocks")
+            swap = "impossible" if p.swap_s is None else f"{1e3 * p.swap_s:.2f} ms"
+            lines.append(
+                f"  {p.victim} gives way {who}: {p.mode.value}, {p.num_blocks} blocks "
+                f"(recompute {1e3 * p.recompute_s:.2f} ms, swap {swap})"
+            )
         lines += [f"  {s.copy.request_id} is swapped in: {len(s.copy.device_blocks)} blocks" for s in self.swap_ins]
         lines += [
             f"  {a.request_id} is admitted{' as a guest' if a.is_guest else ''}: "
@@ -208,6 +214,9 @@ class StepOutcome:
     step_id: int
     now_s: float  # when the step ended
     duration_s: float = 0.0
+    forward_s: float = 0.0  # of this, the forward pass and sampling
+    copy_out_s: float = 0.0  # of this, copies that ended within the step
+    copy_in_s: float = 0.0
     sampled: Mapping[RequestId, TokenId] = field(default_factory=dict)
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
     # Of the tokens after each position of a chunk, first position first.

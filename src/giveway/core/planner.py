@@ -291,16 +291,35 @@ class _Walk:
     def _preempt(self, victim: Request, *, beneficiary: RequestId | None, wanted: PreemptionChoice) -> None:
         table = self.kv.tables[victim.request_id]
         num_filled = blocks_for(victim.num_computed_tokens, self.block_size)
-        mode = choose_mode(
-            victim, wanted=wanted, num_blocks=num_filled, num_host_available=self.draft.num_host_available
+        cost = choose_mode(
+            victim,
+            self.state.costs,
+            wanted=wanted,
+            num_blocks=num_filled,
+            block_size=self.block_size,
+            num_host_available=self.draft.num_host_available,
+            num_shared_tokens=self._num_shared_tokens(table),
         )
-        if mode is PreemptionMode.SWAP:
+        if cost.mode is PreemptionMode.SWAP:
             self._swap_out(victim.request_id, table, num_filled)
         else:
             self.draft.release(table)
-        self.preemptions.append(Preemption(victim.request_id, beneficiary, mode, len(table)))
+        self.preemptions.append(
+            Preemption(victim.request_id, beneficiary, cost.mode, len(table), cost.recompute_s, cost.swap_s)
+        )
         self.gone.add(victim.request_id)
         self.seats_left += 1
+
+    def _num_shared_tokens(self, table: BlockTable) -> int:
+        """Leading tokens of a victim that others hold too: the prefix index gives them back after a recompute."""
+        if self.kv.index is None:
+            return 0
+        shared = 0
+        for block in table:
+            if self.draft.references(block) < 2 or self.kv.index.hash_of(block) is None:
+                break
+            shared += 1
+        return shared * self.block_size
 
     def _swap_out(self, request_id: RequestId, table: BlockTable, num_filled: int) -> None:
         host_blocks = self.draft.take_host(num_filled) or ()

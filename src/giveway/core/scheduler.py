@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig
+from giveway.core.cost_profile import SHIPPED, CostProfile, ForwardWork
 from giveway.core.errors import InvalidRequestError, InvariantError, RequestTooLargeError
 from giveway.core.events import (
     Accepted,
@@ -63,8 +64,8 @@ Command = Submit | Abort | GiveWay
 class Scheduler:
     """Owns all scheduling state."""
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
-        self._state = SchedulerState(config, cache_config)
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, costs: CostProfile = SHIPPED) -> None:
+        self._state = SchedulerState(config, cache_config, costs)
         self._num_arrivals = 0
         self._plan_is_open = False
 
@@ -203,8 +204,26 @@ class Scheduler:
             for lost in plan.given_up
         ]
         self._clear_suspects(plan)
+        if state.config.refine_costs:
+            self._refine_costs(plan, outcome)
         self._next_step()
         return events
+
+    def _refine_costs(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Learn from what the step took."""
+        costs, block_size = self._state.costs, self._state.cache_config.block_size
+        spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.chunks]
+        spans += [(position, position + 1) for position in plan.decodes.positions]
+        if spans:
+            costs = costs.refined(ForwardWork.of(spans), outcome.forward_s)
+        if plan.copies_out or plan.swap_ins:
+            costs = costs.with_copies(
+                num_out=block_size * sum(len(copy.device_blocks) for copy in plan.copies_out),
+                out_s=outcome.copy_out_s,
+                num_in=block_size * sum(len(swap_in.copy.device_blocks) for swap_in in plan.swap_ins),
+                in_s=outcome.copy_in_s,
+            )
+        self._state.costs = costs
 
     def _next_step(self) -> None:
         state = self._state

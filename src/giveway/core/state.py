@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig
+from giveway.core.cost_profile import CostProfile
 from giveway.core.errors import InvariantError
 from giveway.core.ids import CopyId, RequestId
 from giveway.core.kv_cache import KVCache
@@ -57,7 +58,7 @@ class SuspectGroup:
 class SchedulerState:
     """Containers and counters. Every unfinished request is in exactly one of residents, newcomers, swapping_out."""
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, costs: CostProfile) -> None:
         self.config = config
         self.cache_config = cache_config
         self.kv = KVCache(cache_config)
@@ -69,6 +70,7 @@ class SchedulerState:
         self.suspects: list[SuspectGroup] = []  # the first one is being tried
         self.copy_started_s: dict[CopyId, float] = {}
         self.awaited_copies: dict[RequestId, CopyId] = {}  # what each SWAPPING_OUT or SWAPPING_IN request waits for
+        self.costs: CostProfile = costs
         self.version = 0
         self.next_step_id = 0
         self.next_copy_id = 0

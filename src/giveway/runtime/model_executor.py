@@ -25,13 +25,17 @@ class ModelExecutor:
         """Execute one plan. Raises DeviceFaultError when the forward pass failed as a whole."""
         started_s = self._now()
         copies = [*plan.copies_out, *(swap_in.copy for swap_in in plan.swap_ins)]
-        self._copies.start(copies)
+        self._copies.start(plan.copies_out)
+        copied_out_s = self._now()
+        self._copies.start([swap_in.copy for swap_in in plan.swap_ins])
+        copied_in_s = self._now()
         batch = build_batch(plan, requests)
         try:
             results = self._forward(batch)
         except DeviceFaultError:
             self._copies.abandon(copies)
             raise
+        computed_s = self._now()
         sampled: dict[RequestId, TokenId] = {}
         logprobs: dict[RequestId, TokenLogprobs] = {}
         prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
@@ -51,6 +55,10 @@ class ModelExecutor:
             step_id=plan.step_id,
             now_s=now_s,
             duration_s=now_s - started_s,
+            forward_s=computed_s - copied_in_s,
+            # With overlap a copy goes on after `start`, so its time is not known here.
+            copy_out_s=0.0 if self._copies.is_overlapped else copied_out_s - started_s,
+            copy_in_s=0.0 if self._copies.is_overlapped else copied_in_s - copied_out_s,
             sampled=sampled,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -1,0 +1,119 @@
+"""How many seconds work takes on one model and machine: what the choice between swap and recompute is made on.
+
+A frozen value, part of the state a plan is made on. The scheduler replaces it by a refined one after a step, unless it
+is pinned. Time enters the core only here and through `accept`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+from giveway.core.errors import ConfigError
+
+_LEARNING_RATE = 0.1
+_LARGEST_SURPRISE = 4.0  # one slow step on a busy machine must not move the profile by more than this factor allows
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """Seconds by kind of work. A step takes step_s + token_s * tokens + context_s * (token, position) pairs."""
+
+    step_s: float  # a step, however little it computes
+    token_s: float  # each token computed
+    context_s: float  # each position that a computed token attends to
+    copy_s: float  # each copy, however small
+    slot_out_s: float  # KV of one token, device to host
+    slot_in_s: float  # KV of one token, host to device
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a cost."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+                raise ConfigError(f"cost profile: {field.name} is {value!r}; it must be from 0 to 1e6 seconds")
+
+    def recompute_s(self, start: int, stop: int) -> float:
+        """Seconds that computing positions start .. stop-1 again adds to steps that run anyway."""
+        return self.token_s * (stop - start) + self.context_s * _pairs(start, stop)
+
+    def swap_s(self, num_slots: int) -> float:
+        """Seconds to copy the KV of `num_slots` tokens out and back."""
+        return 2 * self.copy_s + num_slots * (self.slot_out_s + self.slot_in_s)
+
+    def forward_s(self, work: ForwardWork) -> float:
+        """Seconds of one forward pass."""
+        return self.step_s + self.token_s * work.num_tokens + self.context_s * work.num_pairs
+
+    def refined(self, seen: ForwardWork, actual_s: float) -> CostProfile:
+        """Return the profile moved a little towards what a step took.
+
+        Each part moves by its share of the predicted time (normalised least mean squares, in ratios), so steps of few
+        tokens teach step_s and long prefills teach token_s and context_s.
+        """
+        expected_s = self.forward_s(seen)
+        if expected_s <= 0 or actual_s <= 0:
+            return self
+        surprise = min(max(actual_s / expected_s, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE) - 1
+
+        def moved(part_s: float, count: float) -> float:
+            return part_s * (1 + _LEARNING_RATE * surprise * part_s * count / expected_s)
+
+        return replace(
+            self,
+            step_s=moved(self.step_s, 1),
+            token_s=moved(self.token_s, seen.num_tokens),
+            context_s=moved(self.context_s, seen.num_pairs),
+        )
+
+    def with_copies(self, *, num_out: int, out_s: float, num_in: int, in_s: float) -> CostProfile:
+        """Return the profile moved a little towards what copies of so many slots took (s)."""
+
+        def moved(slot_s: float, count: int, actual_s: float) -> float:
+            expected_s = self.copy_s + slot_s * count
+            if not count or actual_s <= 0 or expected_s <= 0:
+                return slot_s
+            surprise = min(max(actual_s / expected_s, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE) - 1
+            return slot_s * (1 + _LEARNING_RATE * surprise)
+
+        return replace(
+            self,
+            slot_out_s=moved(self.slot_out_s, num_out, out_s),
+            slot_in_s=moved(self.slot_in_s, num_in, in_s),
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the numbers by name, as a profile file holds them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> CostProfile:
+        """Read a profile file's content. Raises ConfigError for a missing, unknown or impossible entry."""
+        names = {field.name for field in fields(cls)}
+        if values.keys() != names:
+            wrong = ", ".join(sorted(names ^ values.keys()))
+            raise ConfigError(f"cost profile: missing or unknown: {wrong}. It holds {', '.join(sorted(names))}.")
+        return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks each value
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardWork:
+    """What a forward pass computed."""
+
+    num_tokens: int
+    num_pairs: int  # sum over the tokens of the positions each attends to
+
+    @classmethod
+    def of(cls, spans: list[tuple[int, int]]) -> ForwardWork:
+        """Sum up spans (start, stop) of positions."""
+        return cls(sum(stop - start for start, stop in spans), sum(_pairs(start, stop) for start, stop in spans))
+
+
+def _pairs(start: int, stop: int) -> int:
+    """Positions attended to by the tokens at start .. stop-1: each sees itself and all before it."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2
+
+
+# SmolLM2-135M in float32 on 2 cores of a server CPU: steps from `giveway bench exact`, copies at 4 GB/s. Where it is
+# wrong it is corrected by the first steps; the order of magnitude is what matters.
+SHIPPED = CostProfile(step_s=0.015, token_s=0.0007, context_s=2e-7, copy_s=2e-5, slot_out_s=1.2e-5, slot_in_s=1.2e-5)
