@@ -17,7 +17,7 @@ PACKAGE = SRC / "giveway"
 # fmt: off
 CORE_ORDER = [
     "ids", "errors", "sampling", "config", "request", "block_pool", "prefix_index", "kv_cache", "kv_draft", "budget",
-    "plan", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_model", "state", "planner",
+    "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_model", "state", "planner",
     "invariants", "scheduler",
 ]
 # fmt: on

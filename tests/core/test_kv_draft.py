@@ -108,11 +108,20 @@ def test_a_shared_block_is_freed_when_its_last_owner_goes() -> None:
     kv.admit(B, hits=table(0, 1), new=table(3))
     draft = KVDraft(kv)
     first, second = table(0, 1, 2), table(0, 1, 3)
-    assert draft.num_freed_by([first], keep=()) == 1
-    assert draft.num_freed_by([first, second], keep=()) == 4
-    assert draft.num_freed_by([first, second], keep=table(0)) == 3
+    freed, all_but_0 = draft.freed_blocks(()), draft.freed_blocks(table(0))
+    freed.add(first)
+    assert freed.count == 1
+    freed.add(second)
+    assert freed.count == 4
+    freed.take_out(first)
+    assert freed.count == 1
+    all_but_0.add(first)
+    all_but_0.add(second)
+    assert all_but_0.count == 3
     draft.release(first)
-    assert draft.num_freed_by([second], keep=()) == 3
+    after = draft.freed_blocks(())
+    after.add(second)
+    assert after.count == 3
 
 
 def test_blocks_under_a_copy_are_promised_and_not_available() -> None:

@@ -85,6 +85,25 @@ class Pool:
         return len(chosen) >= seats and self.num_freed_by([self.table_of(v) for v in chosen], keep) >= blocks
 
 
+class RecountedBlocks:
+    """The running count as an oracle would keep it: by counting everything anew."""
+
+    def __init__(self, pool: Pool, keep: Collection[DeviceBlockId]) -> None:
+        self._pool = pool
+        self._keep = keep
+        self._tables: list[BlockTable] = []
+
+    @property
+    def count(self) -> int:
+        return self._pool.num_freed_by(self._tables, self._keep)
+
+    def add(self, table: BlockTable) -> None:
+        self._tables.append(table)
+
+    def take_out(self, table: BlockTable) -> None:
+        self._tables.remove(table)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_victims_suffice_nobody_goes_in_vain_and_nobody_goes_if_all_would_not_suffice(seed: int) -> None:
     # Goal: agree with brute force over all subsets, with shared blocks and with blocks that the beneficiary keeps.
@@ -104,9 +123,8 @@ def test_victims_suffice_nobody_goes_in_vain_and_nobody_goes_if_all_would_not_su
         candidates,
         lacking_blocks=blocks,
         lacking_seats=seats,
-        keep=keep,
+        freed=RecountedBlocks(pool, keep),
         table_of=pool.table_of,
-        num_freed_by=pool.num_freed_by,
     )
     if not pool.suffices(candidates, blocks, seats, keep):
         assert chosen == []
@@ -126,7 +144,7 @@ def test_one_big_victim_spares_the_small_ones_that_would_not_have_been_enough() 
     tables = {f"small{n}": (DeviceBlockId(n),) for n in range(3)}
     pool = Pool({**tables, "big": tuple(DeviceBlockId(b) for b in range(10, 18))})
     chosen = choose_victims(
-        candidates, lacking_blocks=5, lacking_seats=0, keep=(), table_of=pool.table_of, num_freed_by=pool.num_freed_by
+        candidates, lacking_blocks=5, lacking_seats=0, freed=RecountedBlocks(pool, ()), table_of=pool.table_of
     )
     assert [victim.request_id for victim in chosen] == ["big"]
 
@@ -137,6 +155,6 @@ def test_of_two_that_could_be_spared_the_more_urgent_one_is() -> None:
         {"a": (DeviceBlockId(0),), "b": (DeviceBlockId(1),), "big": tuple(DeviceBlockId(b) for b in range(10, 13))}
     )
     chosen = choose_victims(
-        candidates, lacking_blocks=4, lacking_seats=0, keep=(), table_of=pool.table_of, num_freed_by=pool.num_freed_by
+        candidates, lacking_blocks=4, lacking_seats=0, freed=RecountedBlocks(pool, ()), table_of=pool.table_of
     )
     assert [victim.request_id for victim in chosen] == ["a", "big"]

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from giveway.core.errors import InvalidRequestError
-from giveway.core.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from giveway.core.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,9 +35,18 @@ NAN, INF = float("nan"), float("inf")
         ("min_tokens", (-1, 0.5)),
         ("logprobs", (-1, MAX_LOGPROBS + 1, True)),
         ("prompt_logprobs", (-1, MAX_LOGPROBS + 1)),
-        ("stop", ("", ("a", ""), ("a", 3), tuple("x" for _ in range(MAX_STOP_STRINGS + 1)))),
+        (
+            "stop",
+            (
+                "x" * (MAX_STOP_STRING_CHARS + 1),
+                "",
+                ("a", ""),
+                ("a", 3),
+                tuple("x" for _ in range(MAX_STOP_STRINGS + 1)),
+            ),
+        ),
         ("bad_words", (("",), tuple("x" for _ in range(MAX_BAD_WORDS + 1)))),
-        ("stop_token_ids", ((-1,), ("7",))),
+        ("stop_token_ids", ((-1,), ("7",), tuple(range(MAX_STOP_TOKENS + 1)))),
         ("logit_bias", ({5: 101.0}, {-1: 0.0}, {5: NAN}, dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0))),
     ],
 )

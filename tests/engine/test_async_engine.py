@@ -131,3 +131,32 @@ def test_closing_the_engine_ends_open_streams_with_an_error() -> None:
                 pass
 
     asyncio.run(main())
+
+
+def test_an_engine_that_stops_while_a_request_is_being_made_does_not_leave_it_waiting() -> None:
+    # Goal: close comes between the look at the engine's state and the hand-in; the last word to all mailboxes would
+    # miss this one.
+    async def main() -> None:
+        engine = paced_engine()
+        make_spec = engine.engine.make_spec
+
+        def close_first(*arguments: Any, **settings: Any) -> Any:
+            engine.close_now()
+            return make_spec(*arguments, **settings)
+
+        engine.engine.make_spec = close_first  # type: ignore[method-assign]
+        with pytest.raises(GiveWayError, match="stopped"):
+            await asyncio.wait_for(engine.complete([1], SHORT), timeout=30)
+
+    asyncio.run(main())
+
+
+def test_a_second_request_of_the_same_name_is_refused_and_the_first_goes_on() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        first = asyncio.create_task(engine.complete([1], SHORT, request_id="twin"))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await engine.complete([2], SHORT, request_id="twin")
+        assert len((await first).token_ids) == 16
+
+    run(body)

@@ -82,6 +82,23 @@ def test_control_tokens_are_left_out_unless_asked_for() -> None:
         assert detokenizer.take_new(is_last=True) == expected
 
 
+def test_a_tail_that_repeats_the_beginning_of_a_stop_string_is_held_back_no_longer_than_needed() -> None:
+    # Oracle: the longest end of the text that the stop string begins with, found by trying them all.
+    for seed in range(200):
+        rng = random.Random(seed)
+        stop = "".join(rng.choice("ab") for _ in range(rng.randint(2, 6)))
+        detokenizer, given, text = Detokenizer(TOKENIZER, SamplingParams(stop=(stop,))), "", ""
+        for _ in range(30):
+            letter = rng.choice("ab")
+            if stop in text + letter:
+                break
+            text += letter
+            assert detokenizer.push(ord(letter)) is None
+            given += detokenizer.take_new(is_last=False)
+            held = max(length for length in range(len(stop)) if text.endswith(stop[:length]))
+            assert given == text[: len(text) - held]
+
+
 def test_handed_out_pieces_always_make_the_final_text() -> None:
     # Oracle: cut the whole text at the first stop string, however the pieces fell.
     for seed in range(300):

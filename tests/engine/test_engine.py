@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,16 @@ import pytest
 from giveway.build import BuiltEngine, build_engine
 from giveway.core.config import PreemptionChoice
 from giveway.core.cost_profile import SHIPPED
-from giveway.core.errors import ConfigError, InvalidRequestError, KVCacheFullError, RequestTooLargeError
-from giveway.core.plan import PreemptionMode
+from giveway.core.errors import (
+    ConfigError,
+    DeviceFaultError,
+    InvalidRequestError,
+    KVCacheFullError,
+    RequestTooLargeError,
+)
+from giveway.core.executor import Executor, RequestFacts
+from giveway.core.ids import RequestId
+from giveway.core.plan import PreemptionMode, StepOutcome, StepPlan
 from giveway.core.request import FinishReason
 from giveway.core.sampling import SamplingParams
 from giveway.engine.clock import StepClock
@@ -312,3 +321,54 @@ def test_a_cost_profile_that_is_none_is_refused(tmp_path: Path, content: str) ->
         dry(cost_profile=str(profile))
     with pytest.raises(ConfigError, match="cannot be read"):
         dry(cost_profile=str(tmp_path / "absent"))
+
+
+class Breaking:
+    """An executor that is broken off, once, in the middle of a step."""
+
+    def __init__(self, inner: Executor, error: BaseException) -> None:
+        self._inner = inner
+        self._error: BaseException | None = error
+
+    def execute(self, plan: StepPlan, requests: Mapping[RequestId, RequestFacts]) -> StepOutcome:
+        outcome = self._inner.execute(plan, requests)
+        if self._error is not None and plan.decodes:
+            error, self._error = self._error, None
+            raise error
+        return outcome
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug in a backend")])
+def test_a_step_that_is_broken_off_harms_nobody_and_the_cause_is_not_hidden(error: BaseException) -> None:
+    # Goal: what was planned has not happened; everybody goes on and gets the answer of a calm run.
+    calm = LLM(device="dry").generate([[3] * 9, [4] * 5], GREEDY)
+    built = dry()
+    engine = built.engine
+    engine._executor = Breaking(engine._executor, error)
+    names = [engine.submit([3] * 9, GREEDY), engine.submit([4] * 5, GREEDY)]
+    engine.step()
+    with pytest.raises(type(error)):
+        engine.step()
+    results = drain(built)
+    assert [results[name].token_ids for name in names] == [answer.token_ids for answer in calm]
+
+
+def test_running_out_of_memory_in_a_step_of_copies_only_is_told_and_leaves_the_state_whole() -> None:
+    built = dry(max_num_seqs=1)
+    name = built.engine.submit([3] * 9, GREEDY)
+    built.engine.step()
+    built.engine.give_way(name)
+    inner = built.engine._executor
+
+    class Broken(Breaking):
+        def execute(self, plan: StepPlan, requests: Mapping[RequestId, RequestFacts]) -> StepOutcome:
+            built.engine._executor = inner
+            raise DeviceFaultError("the link is down")
+
+    built.engine._executor = Broken(inner, ValueError())
+    with pytest.raises(DeviceFaultError, match="the link is down"):
+        built.engine.step()
+    assert len(drain(built)[name].token_ids) == 24

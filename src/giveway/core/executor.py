@@ -21,6 +21,10 @@ class RequestFacts(Protocol):
     def output_token_ids(self) -> Sequence[TokenId]:
         """Everything generated so far, also before a preemption."""
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Prompt positions whose log-probabilities have been reported already, from position 1 on."""
+
     def known_token_ids(self, start: int, stop: int) -> Sequence[TokenId]:
         """Return prompt + generated tokens from position `start` up to `stop`."""
 

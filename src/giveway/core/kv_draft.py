@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import cast
 
@@ -121,15 +120,9 @@ class KVDraft:
         self.num_available -= taken
         self.num_promised = max(0, self.num_promised - (count - taken))
 
-    def num_freed_by(self, tables: Iterable[BlockTable], keep: Collection[DeviceBlockId]) -> int:
-        """Count the blocks that these owners free together: a shared block is freed when its last owner goes.
-
-        keep: blocks that the beneficiary wants to share itself; they do not make room for it.
-        """
-        dropped: Counter[DeviceBlockId] = Counter()
-        for table in tables:
-            dropped.update(table)
-        return sum(1 for block, count in dropped.items() if count == self.references(block) and block not in keep)
+    def freed_blocks(self, keep: Collection[DeviceBlockId]) -> DraftFreedBlocks:
+        """Return an empty count of what a set of owners would free; `keep` is what the beneficiary wants to share."""
+        return DraftFreedBlocks(self, keep)
 
     def take_host(self, count: int) -> HostTable | None:
         """Set host blocks aside, or return None when the host pool lacks room."""
@@ -139,3 +132,31 @@ class KVDraft:
         blocks = self._kv.host.peek_free(self._host_taken, count)
         self._host_taken += count
         return cast("HostTable", tuple(blocks))
+
+
+class DraftFreedBlocks:
+    """Counts what a changing set of owners would free together, beyond what a draft has released already."""
+
+    __slots__ = ("_draft", "_dropped", "_keep", "count")
+
+    def __init__(self, draft: KVDraft, keep: Collection[DeviceBlockId]) -> None:
+        self._draft = draft
+        self._keep = keep  # blocks that the beneficiary shares itself: they make no room for it
+        self._dropped: dict[DeviceBlockId, int] = {}  # references that the owners added hold
+        self.count = 0  # blocks
+
+    def add(self, table: BlockTable) -> None:
+        """Count an owner as gone; a shared block is freed when its last owner goes."""
+        for block in table:
+            dropped = self._dropped.get(block, 0) + 1
+            self._dropped[block] = dropped
+            if dropped == self._draft.references(block) and block not in self._keep:
+                self.count += 1
+
+    def take_out(self, table: BlockTable) -> None:
+        """Count an added owner as staying after all."""
+        for block in table:
+            dropped = self._dropped[block]
+            self._dropped[block] = dropped - 1
+            if dropped == self._draft.references(block) and block not in self._keep:
+                self.count -= 1

@@ -61,6 +61,8 @@ class _Walk:
         self.place = 0  # index in residents of the first one not yet visited
         self.newcomers_open = True  # False: no newcomer further down can be seated
         self.num_looks = 0  # newcomers looked at since the first that could not be placed
+        # The fewest blocks that a newcomer lacked in vain: those further down may displace nobody whom it could not.
+        self.refused_blocks: int | None = None
         self.has_deferred_newcomer = False
         self.has_prefill = False
         self.gone: set[RequestId] = set()  # victims of this plan
@@ -190,7 +192,7 @@ class _Walk:
         lacking_blocks = num_new + self.draft.num_unreferenced(hits) - self.draft.num_available
         lacking_seats = 1 - self.seats_left
         if lacking_blocks > 0 or lacking_seats > 0:
-            reason = self._why_hopeless(request, lacking_seats)
+            reason = self._why_hopeless(request, lacking_blocks, lacking_seats)
             if reason is not None:
                 return reason
         lacking_blocks += self._headroom(request)
@@ -209,10 +211,14 @@ class _Walk:
         self.seated.append((request, len(hits) + num_new))
         return None
 
-    def _why_hopeless(self, request: Request, lacking_seats: int) -> DeferralReason | None:
+    def _why_hopeless(self, request: Request, lacking_blocks: int, lacking_seats: int) -> DeferralReason | None:
         """Say why a newcomer that lacks something must wait, if that can be told without counting blocks."""
+        if self.refused_blocks is not None and lacking_blocks >= self.refused_blocks:
+            return DeferralReason.NO_DEVICE_BLOCKS
         if next(self._candidates(request), None) is not None:
-            return None
+            # Nobody is displaced for a request that would compute nothing in this step.
+            has_use = self.tokens_left > 0 or request.state is RequestState.SWAPPED
+            return None if has_use else DeferralReason.NO_TOKENS
         if lacking_seats > 0:
             return DeferralReason.NO_SEAT
         return None if self.draft.num_promised else DeferralReason.NO_DEVICE_BLOCKS
@@ -226,10 +232,13 @@ class _Walk:
     def _headroom(self, request: Request) -> int:
         """Blocks into which residents ranked above will grow while this newcomer's prefill runs (blocks).
 
-        Without it the newcomer would be evicted by the next growth, before its prefill has come to anything.
+        Without it the newcomer would be evicted by the next growth, before its prefill has come to anything. One that
+        was evicted before stays out for some steps longer: a swap-in takes a single step, so it would come back for
+        every block that somebody leaves and be evicted again by the next growth.
         """
         wanted = request.num_known_tokens - request.num_computed_tokens
-        num_steps = blocks_for(wanted, max(self.tokens_left, self.block_size))
+        tokens_a_step = max(self.config.max_num_batched_tokens - len(self.residents), self.block_size)
+        num_steps = blocks_for(wanted, tokens_a_step) + (self.block_size if request.num_preemptions else 0)
         above = [(resident, len(self.kv.tables[resident.request_id])) for resident in self.residents[: self.place]]
         blocks = -len(self.growths)  # already taken from the draft, but not yet in the tables
         for resident, owned in above + self.seated:
@@ -258,12 +267,15 @@ class _Walk:
                 self._candidates(request),
                 lacking_blocks=still_lacking,
                 lacking_seats=lacking_seats,
-                keep=frozenset(keep),
+                freed=self.draft.freed_blocks(frozenset(keep)),
                 table_of=lambda victim: self.kv.tables[victim.request_id],
-                num_freed_by=self.draft.num_freed_by,
             )
             if not victims:
-                return DeferralReason.NO_DEVICE_BLOCKS if still_lacking > 0 else DeferralReason.NO_SEAT
+                if still_lacking < 1:
+                    return DeferralReason.NO_SEAT
+                if request.state is not RequestState.RUNNING and not keep:
+                    self.refused_blocks = min(lacking_blocks, self.refused_blocks or lacking_blocks)
+                return DeferralReason.NO_DEVICE_BLOCKS
             before = self.draft.num_available - self.draft.num_unreferenced(keep)
             for victim in victims:
                 self._preempt(victim, beneficiary=request.request_id, wanted=self.config.preemption_mode)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from giveway.core.config import SchedulingPolicy
-from giveway.core.ids import BlockTable, DeviceBlockId
+from giveway.core.ids import BlockTable, RequestId
 from giveway.core.request import Rank, Request
 
 
@@ -35,35 +36,48 @@ def in_victim_order(residents: Sequence[Request]) -> Iterable[Request]:
     return reversed(residents)
 
 
+class FreedBlocks(Protocol):
+    """Counts what a changing set of owners would free together; a shared block is freed when its last owner goes."""
+
+    @property
+    def count(self) -> int:
+        """Blocks freed by the owners added and not taken out again."""
+
+    def add(self, table: BlockTable) -> None:
+        """Count an owner as gone."""
+
+    def take_out(self, table: BlockTable) -> None:
+        """Count an added owner as staying after all."""
+
+
 def choose_victims(
     candidates: Iterable[Request],
     *,
     lacking_blocks: int,
     lacking_seats: int,
-    keep: Collection[DeviceBlockId],
+    freed: FreedBlocks,
     table_of: Callable[[Request], BlockTable],
-    num_freed_by: Callable[[Iterable[BlockTable], Collection[DeviceBlockId]], int],
 ) -> list[Request]:
     """Choose who gives way, or nobody when all candidates together would not free what is lacking.
 
-    candidates: in victim order. keep: blocks the beneficiary shares itself, which free no room for it.
-    Nobody is chosen without whom the others suffice.
+    candidates: in victim order. freed: an empty count. Nobody is chosen without whom the others suffice.
     """
-
-    def suffices(victims: Sequence[Request]) -> bool:
-        return len(victims) >= lacking_seats and (
-            lacking_blocks <= 0 or num_freed_by([table_of(victim) for victim in victims], keep) >= lacking_blocks
-        )
-
+    candidates = list(candidates)
+    if lacking_blocks > sum(len(table_of(candidate)) for candidate in candidates):
+        return []
     chosen: list[Request] = []
     for candidate in candidates:
         chosen.append(candidate)
-        if suffices(chosen):
+        freed.add(table_of(candidate))
+        if len(chosen) >= lacking_seats and freed.count >= lacking_blocks:
             break
     else:
         return []
+    spared: set[RequestId] = set()
     for victim in chosen[-2::-1]:  # the last made the set suffice; spare the most urgent of the others first
-        fewer = [other for other in chosen if other is not victim]
-        if suffices(fewer):
-            chosen = fewer
-    return chosen
+        freed.take_out(table_of(victim))
+        if len(chosen) - len(spared) - 1 >= lacking_seats and freed.count >= lacking_blocks:
+            spared.add(victim.request_id)
+        else:
+            freed.add(table_of(victim))
+    return [victim for victim in chosen if victim.request_id not in spared]

@@ -12,6 +12,8 @@ from giveway.core.ids import TokenId
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 4096
+MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 
@@ -73,6 +75,15 @@ class SamplingParams:
     def _check_lists(self) -> None:
         _strings("stop", self.stop, MAX_STOP_STRINGS)
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for stop in self.stop:
+            if len(stop) > MAX_STOP_STRING_CHARS:
+                raise InvalidRequestError(
+                    f"a stop string has {len(stop)} characters; at most {MAX_STOP_STRING_CHARS} are allowed"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKENS} are allowed"
+            )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, low=0)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

@@ -26,14 +26,15 @@ from giveway.core.events import (
     TokenEmitted,
     TokensComputed,
 )
-from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, RequestId
+from giveway.core.ids import BlockTable, CopyId, RequestId
 from giveway.core.invariants import check_invariants
+from giveway.core.isolation import blocks_written, halves, targets_of
 from giveway.core.kv_cache import BlockCopy, CopyDirection
 from giveway.core.plan import PreemptionMode, ScheduledChunk, StepOutcome, StepPlan
 from giveway.core.planner import plan_step
 from giveway.core.policy import rank_of
 from giveway.core.request import FinishReason, Request, RequestSpec, RequestState, blocks_to_finish
-from giveway.core.state import SchedulerState, SuspectGroup
+from giveway.core.state import SchedulerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ class Scheduler:
             request = state.requests[admission.request_id]
             num_hits = len(admission.hits) * state.cache_config.block_size
             state.kv.admit(admission.request_id, hits=admission.hits, new=admission.new)
-            is_resume = request.state is RequestState.PREEMPTED
+            is_resume = request.num_admissions > 0
             state.newcomers.remove(request)
             request.admit(num_hit_tokens=num_hits, is_guest=admission.is_guest)
             state.residents.add(request)
@@ -369,6 +370,8 @@ class Scheduler:
         if samples and token_id is None and fault is None:
             fault = "the executor gave no token for it"
         if fault is not None:
+            # What it computed may be as bad as its logits: nobody may find it.
+            self._state.kv.forget_content(self._state.kv.tables[request_id])
             events.append(self._finish(request, FinishReason.ERROR, fault, now_s))
             return
         again = request.compute(num_tokens)
@@ -378,7 +381,8 @@ class Scheduler:
             request.append(token_id)
             index = len(request.output_token_ids) - 1
             events.append(TokenEmitted(request_id, now_s, token_id, index, outcome.logprobs.get(request_id)))
-        self._publish(request)
+        if (request.num_computed_tokens % self._state.cache_config.block_size) < num_tokens:  # a block was filled
+            self._publish(request)
         if token_id is not None:
             self._finish_if_done(request, token_id, outcome, events)
 
@@ -429,34 +433,41 @@ class Scheduler:
         Whoever computed in it goes back to recompute, and is tried again in halves, then alone; one that fails alone
         ends with `message` as its error. Raises InvariantError if nobody computed: there is nobody to single out.
         """
-        self._close(plan)
-        state = self._state
-        touched = {request_id: self._target(plan, request_id) for request_id in plan.request_ids()}
+        touched = targets_of(plan)
         if not touched:
             raise InvariantError(f"step {plan.step_id} computed nothing, yet failed: {message}")
-        events: list[StepEvent] = []
-        state.next_copy_id += len(plan.copies_out) + len(plan.swap_ins)  # a late word of them must find nobody
-        dirty = _blocks_written(plan, state.cache_config.block_size)
-        state.kv.forget_content(dirty)
-        for request in list(state.residents):
-            if request.state is RequestState.RUNNING and (
-                request.request_id in touched or not dirty.isdisjoint(state.kv.tables[request.request_id])
-            ):
-                num_blocks = len(state.kv.tables[request.request_id])
-                self._drop(request, request.preempt)
-                events.append(Preempted(request.request_id, now_s, None, PreemptionMode.RECOMPUTE, num_blocks))
+        state = self._state
+        events = self._undo(plan, now_s)
         if len(touched) == 1:
             (culprit,) = touched
             events.append(self._finish(state.requests[culprit], FinishReason.ERROR, message, now_s))
             state.suspects = state.suspects[1:]
         else:
-            state.suspects = _halves(touched) + state.suspects[1:]
+            state.suspects = halves(touched) + state.suspects[1:]
         self._next_step()
         return events
 
-    def _target(self, plan: StepPlan, request_id: RequestId) -> int:
-        chunk = plan.chunk_of(request_id)
-        return 0 if chunk is None else chunk.start + chunk.num_tokens
+    def abandon(self, plan: StepPlan, now_s: float) -> list[StepEvent]:
+        """Like `discard`, but nobody is suspected: the step was broken off from outside, for example by Ctrl-C."""
+        events = self._undo(plan, now_s)
+        self._next_step()
+        return events
+
+    def _undo(self, plan: StepPlan, now_s: float) -> list[StepEvent]:
+        """Drop the KV that the plan meant to write, and with it the residents who computed or whose blocks it took."""
+        self._close(plan)
+        state = self._state
+        touched = set(plan.request_ids())
+        state.next_copy_id += len(plan.copies_out) + len(plan.swap_ins)  # a late word of them must find nobody
+        dirty = blocks_written(plan, state.cache_config.block_size)
+        state.kv.forget_content(dirty)
+        events: list[StepEvent] = []
+        for request in list(state.residents):
+            table = state.kv.tables[request.request_id]
+            if request.state is RequestState.RUNNING and (request.request_id in touched or not dirty.isdisjoint(table)):
+                self._drop(request, request.preempt)
+                events.append(Preempted(request.request_id, now_s, None, PreemptionMode.RECOMPUTE, len(table)))
+        return events
 
     def _clear_suspects(self, plan: StepPlan) -> None:
         """Let go of suspects that are past the point of failure, and of a group that could not be served at all."""
@@ -470,24 +481,6 @@ class Scheduler:
                 del targets[request_id]
         if not targets or (plan.is_empty and not state.kv.has_live_copies):
             state.suspects = state.suspects[1:]
-
-
-def _halves(targets: dict[RequestId, int]) -> list[SuspectGroup]:
-    items = list(targets.items())
-    middle = len(items) // 2
-    return [SuspectGroup(dict(items[:middle])), SuspectGroup(dict(items[middle:]))]
-
-
-def _blocks_written(plan: StepPlan, block_size: int) -> set[DeviceBlockId]:
-    written: set[DeviceBlockId] = set()
-    for chunk in plan.chunks:
-        last = chunk.start + chunk.num_tokens - 1
-        written.update(chunk.block_table[chunk.start // block_size : last // block_size + 1])
-    for position, table in zip(plan.decodes.positions, plan.decodes.block_tables, strict=True):
-        written.add(table[position // block_size])
-    for swap_in in plan.swap_ins:
-        written.update(swap_in.copy.device_blocks)
-    return written
 
 
 def _lower_max_tokens(limit: int) -> str:

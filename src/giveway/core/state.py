@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig
 from giveway.core.cost_profile import CostProfile
 from giveway.core.errors import InvariantError
 from giveway.core.ids import CopyId, RequestId
+from giveway.core.isolation import SuspectGroup
 from giveway.core.kv_cache import KVCache
 from giveway.core.request import Rank, Request
 
@@ -46,13 +46,6 @@ class RankedRequests:
         if place == len(self._requests) or self._requests[place] is not request:
             raise InvariantError(f"{request.request_id} is not in the list it should be in")
         del self._requests[place]
-
-
-@dataclass(slots=True)
-class SuspectGroup:
-    """Requests of a failed step that run by themselves until each is past the point where the step failed."""
-
-    targets: dict[RequestId, int]  # computed tokens to reach
 
 
 class SchedulerState:

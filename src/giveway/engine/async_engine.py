@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Self
 
-from giveway.core.errors import GiveWayError, InvariantError
+from giveway.core.errors import GiveWayError, InvalidRequestError, InvariantError
 from giveway.core.ids import RequestId
 from giveway.core.sampling import SamplingParams
 from giveway.engine.engine import Engine
@@ -44,6 +44,7 @@ class AsyncEngine:
         # An event and not a condition: a busy loop would take a condition's lock again before a caller gets it.
         self._wake = threading.Event()
         self._is_closing = False
+        self._has_stopped = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="giveway-engine", daemon=True)
         self._thread.start()
@@ -66,10 +67,13 @@ class AsyncEngine:
         mailbox = _Mailbox()
         # The mailbox first: the first update may come before submit_spec returns.
         if self._mailboxes.setdefault(spec.request_id, mailbox) is not mailbox:
-            raise GiveWayError(f"request id {spec.request_id!r} is already in use")
-        ended = False
+            raise InvalidRequestError(f"request id {spec.request_id!r} is already in use")
+        ended = True  # nothing to abort yet
         try:
+            if self._has_stopped:  # since we looked; its last word to all mailboxes may have missed this one
+                raise GiveWayError("the engine has stopped") from self._failure
             self.engine.submit_spec(spec, text)
+            ended = False
             self._wake.set()
             while True:
                 item = await mailbox.queue.get()
@@ -128,6 +132,7 @@ class AsyncEngine:
         except BaseException as error:  # noqa: BLE001  # whatever it is, readers must hear of it
             self._failure = error
         finally:
+            self._has_stopped = True
             reason = self._failure or GiveWayError("it was closed")
             for mailbox in list(self._mailboxes.values()):
                 mailbox.put(reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
 
 from giveway.core.ids import TokenId
 from giveway.core.sampling import SamplingParams
@@ -13,13 +12,24 @@ from giveway.core.tokenizing import Tokenizing
 class Detokenizer:
     """Text of one request. It belongs to the request, so no preemption touches it."""
 
-    __slots__ = ("_decoder", "_floor", "_longest_stop", "_num_given", "_params", "_tokenizer", "num_tokens", "text")
+    __slots__ = (
+        "_beginnings",
+        "_decoder",
+        "_floor",
+        "_longest_stop",
+        "_num_given",
+        "_params",
+        "_tokenizer",
+        "num_tokens",
+        "text",
+    )
 
     def __init__(self, tokenizer: Tokenizing, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._longest_stop = max((len(stop) for stop in params.stop), default=0)
+        self._beginnings = [_StopBeginning(stop) for stop in params.stop]
         self._floor = 0  # characters before it are not searched: they came before min_tokens
         self._num_given = 0  # characters already handed out
         self.num_tokens = 0
@@ -35,7 +45,10 @@ class Detokenizer:
         searched = len(self.text)
         skip = is_silent or (self._params.skip_special_tokens and token_id in self._tokenizer.special_ids)
         if not skip:
-            self.text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+            new = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+            self.text += new
+            for beginning in self._beginnings:
+                beginning.push(new)
         if self.num_tokens < self._params.min_tokens:
             self._floor = len(self.text)
             return None
@@ -63,18 +76,35 @@ class Detokenizer:
             self.text += self._decoder.decode(b"", final=True)
             end = len(self.text)
         else:
-            end = len(self.text) - _held_back(self.text, self._params.stop)
+            end = len(self.text) - max((beginning.length for beginning in self._beginnings), default=0)
         new = self.text[self._num_given : end]
         self._num_given = max(self._num_given, end)
         return new
 
 
-def _held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that a stop string begins with (characters)."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
+class _StopBeginning:
+    """How much of one stop string the text ends with: the automaton of Knuth, Morris and Pratt, a step a character."""
+
+    __slots__ = ("_fallback", "_stop", "length")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self.length = 0  # characters of the stop string that the text ends with; less than all of them
+        self._fallback = [0] * (len(stop) + 1)  # longest shorter beginning that also ends here
+        length = 0
+        for position in range(1, len(stop)):
+            while length and stop[position] != stop[length]:
+                length = self._fallback[length]
+            length += stop[position] == stop[length]
+            self._fallback[position + 1] = length
+
+    def push(self, text: str) -> None:
+        """Follow more text."""
+        stop, length = self._stop, self.length
+        for character in text:
+            if length == len(stop):
+                length = self._fallback[length]
+            while length and character != stop[length]:
+                length = self._fallback[length]
+            length += character == stop[length]
+        self.length = self._fallback[length] if length == len(stop) else length

@@ -145,9 +145,13 @@ class Engine:
         try:
             outcome = self._executor.execute(plan, self.scheduler.requests)
         except (DeviceFaultError, MemoryError) as error:
-            if not plan.request_ids():
-                raise  # there is no request to single out: the device itself is gone
-            return self.scheduler.discard(plan, str(error) or type(error).__name__, self.clock.now())
+            if plan.request_ids():
+                return self.scheduler.discard(plan, str(error) or type(error).__name__, self.clock.now())
+            self.scheduler.abandon(plan, self.clock.now())
+            raise  # there is no request to single out: the device itself is gone
+        except BaseException:  # Ctrl-C, or a bug of ours: the caller hears of it, and the state stays whole
+            self.scheduler.abandon(plan, self.clock.now())
+            raise
         return self.scheduler.commit(plan, replace(outcome, stops=self._review(outcome)))
 
     def _review(self, outcome: StepOutcome) -> dict[RequestId, StopDecision]:

@@ -26,7 +26,8 @@ def _chunk(chunk: ScheduledChunk, facts: RequestFacts) -> BatchSequence:
     end = chunk.start + chunk.num_tokens
     num_logprobs = facts.spec.sampling.prompt_logprobs
     following: Sequence[TokenId] = ()
-    if num_logprobs is not None:
+    last_scored = min(end, len(facts.spec.prompt_token_ids) - 1)
+    if num_logprobs is not None and last_scored > facts.num_prompt_logprobs:  # else a recomputation: all reported
         following = facts.spec.prompt_token_ids[chunk.start + 1 : end + 1]
     return BatchSequence(
         chunk.request_id,

@@ -29,11 +29,11 @@ class ModelExecutor:
         copied_out_s = self._now()
         self._copies.start([swap_in.copy for swap_in in plan.swap_ins])
         copied_in_s = self._now()
-        batch = build_batch(plan, requests)
         try:
+            batch = build_batch(plan, requests)
             results = self._forward(batch)
-        except DeviceFaultError:
-            self._copies.abandon(copies)
+        except BaseException:
+            self._copies.abandon(copies)  # whatever happened: the blocks will be handed to others
             raise
         computed_s = self._now()
         sampled: dict[RequestId, TokenId] = {}
