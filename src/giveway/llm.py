@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Self
 
 from giveway.build import BuiltEngine, build_engine
-from giveway.core.errors import ConfigError, InvalidRequestError
+from giveway.core.errors import InvalidRequestError
 from giveway.core.ids import RequestId
 from giveway.core.sampling import SamplingParams
 from giveway.engine.engine import Engine
 from giveway.engine.intake import Prompt
 from giveway.engine.interrupts import Interrupt
 from giveway.engine.outputs import RequestOutput
-from giveway.options import EngineOptions
+from giveway.options import options_from
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model for offline use. Keyword arguments are the fields of `EngineOptions`.
+    """A model for offline use. Keyword arguments are the fields of `EngineOptions`; sizes may be text such as "64MiB".
 
-    Example: LLM().generate(["Hello"], SamplingParams(max_tokens=8), priorities=[0])
+    Calls from several threads wait for each other. Example:
+    LLM(swap_space="64MiB").generate(["Hello"], SamplingParams(max_tokens=8), priorities=[0])
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        try:
-            settings = EngineOptions(model=model, **options)
-        except TypeError as error:
-            raise ConfigError(f"unknown setting: {error}") from error
-        self.built: BuiltEngine = build_engine(settings)
+        self.built: BuiltEngine = build_engine(options_from({"model": model, **options}))
+        self._one_call = threading.Lock()
 
     @property
     def engine(self) -> Engine:
@@ -50,6 +50,15 @@ class LLM:
         request is told in its result (`error`).
         """
         prompts = _as_prompts(prompts)
+        with self._one_call:
+            return self._generate(prompts, sampling, priorities)
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        priorities: Sequence[int | None] | None,
+    ) -> list[RequestOutput]:
         params = _one_each("sampling", sampling, len(prompts))
         classes = _one_each("priorities", priorities, len(prompts))
         specs = [
@@ -67,8 +76,10 @@ class LLM:
         priorities: Sequence[int | None] | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or several; each is a list of {"role": ..., "content": ...}."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.built.model.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise InvalidRequestError(f"messages must be a list of role and content, not {type(messages).__name__}")
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.built.model.encode_chat(conversation) for conversation in conversations]
         return self.generate(prompts, sampling, priorities=priorities)
 
     def _run(self, names: Sequence[RequestId]) -> list[RequestOutput]:
@@ -101,14 +112,20 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # one text, or one list of token ids
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(f"prompts must be texts or lists of token ids, not {type(prompts).__name__}")
+    given: list[Any] = list(prompts)
+    is_single = bool(given) and all(isinstance(item, Integral) for item in given)  # one list of token ids
+    return [given] if is_single else given
 
 
 def _one_each(name: str, values: Any, count: int) -> list[Any]:
     if values is None or isinstance(values, SamplingParams):
         return [values] * count
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InvalidRequestError(f"{name} must be a list, one entry a prompt, not {type(values).__name__}")
     if len(values) != count:
         raise InvalidRequestError(f"{name} has {len(values)} entries for {count} prompts; give one each")
     return list(values)

@@ -6,7 +6,9 @@ The command line, the configuration file and the environment are all derived fro
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from giveway.core.config import DEFAULT_CLASS
@@ -100,3 +102,29 @@ class EngineOptions:
     enable_prefix_caching: bool = _option(False, "Share the KV of equal prompt beginnings.")
     seed: int | None = _option(None, "Makes the seeds of unseeded requests repeatable. Default: drawn at random.")
     check_invariants: bool = _option(False, "Check the whole scheduler state after every step. Slow; for debugging.")
+
+    def __post_init__(self) -> None:
+        """Refuse values of a wrong type; their ranges are checked where they are used."""
+        for field_ in fields(self):
+            value, wanted = getattr(self, field_.name), [part.strip() for part in str(field_.type).split("|")]
+            found = "None" if value is None else type(value).__name__  # by name: a bool must not pass for an int
+            if found not in wanted:
+                raise ConfigError(f"{field_.name} is {value!r}; it must be of type {' or '.join(wanted)}")
+
+
+def options_from(values: Mapping[str, Any]) -> EngineOptions:
+    """Make options from what a person wrote: sizes may be text such as "512MiB", and a bare swap_space counts GiB.
+
+    Raises ConfigError for an unknown name, with the nearest one, or a value that is none.
+    """
+    known = {field_.name: field_ for field_ in fields(EngineOptions)}
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
+            raise ConfigError(f"unknown setting {name!r}. {hint}")
+        about = known[name].metadata
+        is_size = about.get("kind") == "size" and value is not None
+        made[name] = parse_size(value, bare_unit=about.get("bare_unit", 1)) if is_size else value
+    return EngineOptions(**made)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from giveway.build import BuiltEngine, build_engine
@@ -15,7 +19,9 @@ from giveway.core.cost_profile import SHIPPED
 from giveway.core.errors import (
     ConfigError,
     DeviceFaultError,
+    GiveWayError,
     InvalidRequestError,
+    InvariantError,
     KVCacheFullError,
     RequestTooLargeError,
 )
@@ -65,7 +71,7 @@ def test_answers_under_pressure_are_those_of_an_ample_pool(mode: str) -> None:
     params = [SamplingParams(temperature=0.9 if i % 2 else 0, max_tokens=20 + i, seed=i, logprobs=2) for i in range(8)]
     calm = LLM(device="dry", num_kv_blocks=200, block_size=4).generate(prompts, params)
     tight = LLM(
-        device="dry", num_kv_blocks=12, swap_space=1 << 20, block_size=4, preemption_mode=mode, check_invariants=True
+        device="dry", num_kv_blocks=12, swap_space="1MiB", block_size=4, preemption_mode=mode, check_invariants=True
     ).generate(prompts, params, priorities=[20, 0, 20, 0, 10, 10, 5, 5])
     assert [r.token_ids for r in tight] == [r.token_ids for r in calm]
     assert [r.text for r in tight] == [r.text for r in calm]
@@ -341,7 +347,7 @@ class Breaking:
         self._inner.close()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug in a backend")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), InvariantError("a bug of ours")])
 def test_a_step_that_is_broken_off_harms_nobody_and_the_cause_is_not_hidden(error: BaseException) -> None:
     # Goal: what was planned has not happened; everybody goes on and gets the answer of a calm run.
     calm = LLM(device="dry").generate([[3] * 9, [4] * 5], GREEDY)
@@ -372,3 +378,98 @@ def test_running_out_of_memory_in_a_step_of_copies_only_is_told_and_leaves_the_s
     with pytest.raises(DeviceFaultError, match="the link is down"):
         built.engine.step()
     assert len(drain(built)[name].token_ids) == 24
+
+
+def test_an_exception_of_a_backend_ends_no_request_but_the_one_that_causes_it() -> None:
+    # Goal: whatever its type; here it happens once, so the step is repeated in parts and nobody is found guilty.
+    calm = LLM(device="dry").generate([[3] * 9, [4] * 5], GREEDY)
+    built = dry()
+    built.engine._executor = Breaking(built.engine._executor, ValueError("a bug in a backend"))
+    names = [built.engine.submit([3] * 9, GREEDY), built.engine.submit([4] * 5, GREEDY)]
+    results = drain(built)
+    assert [results[name].token_ids for name in names] == [answer.token_ids for answer in calm]
+    built.engine._executor = Breaking(built.engine._executor, ValueError("a bug in a backend"))
+    alone = built.engine.submit([5] * 3, GREEDY)
+    assert drain(built)[alone].error == "a bug in a backend"
+
+
+def test_none_in_any_field_of_the_wishes_means_its_default() -> None:
+    nothing: dict[str, Any] = dict.fromkeys((field.name for field in fields(SamplingParams)), None)
+    assert SamplingParams(**nothing) == SamplingParams()
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        SamplingParams(temperature=10**400)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"abc", {"prompt": "x"}, [None], [{"prompt": "x"}], [[1.5]], [b"abc"], [["a"]]]
+)
+def test_prompts_that_are_none_are_refused_in_our_words(prompts: Any) -> None:
+    llm = LLM(device="dry")
+    with pytest.raises(InvalidRequestError):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("arguments", [{"sampling": {"max_tokens": 3}}, {"priorities": 3}, {"priorities": "0"}])
+def test_wishes_and_priorities_of_a_wrong_kind_are_refused_in_our_words(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        LLM(device="dry").generate(["a"], **arguments)
+
+
+def test_prompts_may_come_from_a_generator_or_from_numpy_and_messages_may_not_be_text() -> None:
+    llm = LLM(device="dry")
+    assert len(llm.generate((text for text in ("a", "b")), GREEDY)) == 2  # type: ignore[arg-type]
+    assert len(llm.generate([np.array([1, 2, 3])], GREEDY)) == 1  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat("hello")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_kv_blocks": "5"}, "num_kv_blocks is '5'"),
+        ({"block_size": 2.5}, "block_size is 2.5"),
+        ({"block_size": True}, "block_size is True"),
+        ({"default_priority": None}, "default_priority is None"),
+        ({"exact": "no"}, "exact is 'no'"),
+        ({"swap_space": "lots"}, "not a size"),
+        ({"max_num_seq": 3}, "Did you mean 'max_num_seqs'"),
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(device="dry", **options)
+
+
+def test_sizes_given_in_python_are_read_like_those_of_the_command_line() -> None:
+    block_bytes = LLM(device="dry").engine.block_bytes
+    small = LLM(device="dry", kv_cache_memory_bytes="8MiB").built.cache_config
+    assert small.num_device_blocks == (8 << 20) // block_bytes
+    assert LLM(device="dry", swap_space=1).built.cache_config.num_host_blocks == (1 << 30) // block_bytes
+
+
+def test_calls_from_several_threads_wait_for_each_other() -> None:
+    llm = LLM(device="dry", num_kv_blocks=64, check_invariants=True)
+    expected = [llm.generate([[number, 7]], GREEDY)[0].token_ids for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda number: llm.generate([[number, 7]], GREEDY)[0].token_ids, range(8)))
+    assert found == expected
+
+
+def test_a_step_inside_a_step_and_a_closed_engine_are_told_clearly() -> None:
+    llm = LLM(device="dry")
+    said = []
+
+    def step_again(*_: object) -> None:
+        with pytest.raises(GiveWayError, match="in a step already"):
+            llm.engine.step()
+        said.append("yes")
+
+    llm.engine.add_listener(step_again)
+    llm.generate([[1]], SamplingParams(max_tokens=1))
+    assert said
+    llm.close()
+    llm.close()
+    with pytest.raises(GiveWayError, match="closed"):
+        llm.generate([[1]], GREEDY)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 
 from giveway.core.errors import InvalidRequestError
@@ -22,7 +21,8 @@ MAX_BAD_WORDS = 1024
 class SamplingParams:
     """Wishes of one request. Field names and meanings are those of the OpenAI API and of vLLM.
 
-    A wrong value raises InvalidRequestError that names the field, the value and the range.
+    None in any field means its default, as null does in JSON. A wrong value raises InvalidRequestError that names the
+    field, the value and the range.
     """
 
     max_tokens: int | None = None  # tokens; None: whatever still fits after the prompt
@@ -47,12 +47,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check every range; sequences become tuples so that the value can be shared freely."""
+        for field_ in fields(self):
+            if getattr(self, field_.name) is None and field_.default is not None:
+                made = field_.default if field_.default is not MISSING else MappingProxyType({})
+                object.__setattr__(self, field_.name, made)
         given: object = self.stop
         if isinstance(given, str):  # a bare string, as the OpenAI API allows
             object.__setattr__(self, "stop", (given,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        try:
+            for name in ("stop", "stop_token_ids", "bad_words"):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+            name = "logit_bias"
+            object.__setattr__(self, name, MappingProxyType(dict(self.logit_bias)))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"{name} is {getattr(self, name)!r}, which is no collection of it") from error
         self._check_numbers()
         self._check_lists()
 
@@ -108,7 +116,8 @@ def _number(name: str, value: object, *, low: float, high: float, open_low: bool
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(value) or value > high or value < low or (open_low and value <= low):
+    # Written so that NaN fails too, and a whole number too large for a float is compared and not converted.
+    if not (low <= value <= high) or (open_low and value == low):
         limit = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
         raise InvalidRequestError(f"{name} is {value}; it must be {limit}")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
 from giveway.core.config import PreemptionChoice
-from giveway.core.errors import DeviceFaultError, InvalidRequestError, KVCacheFullError
+from giveway.core.errors import GiveWayError, InvalidRequestError, InvariantError, KVCacheFullError
 from giveway.core.events import StepEvent
 from giveway.core.executor import Executor
 from giveway.core.ids import RequestId
@@ -21,6 +23,8 @@ from giveway.engine.clock import Clock
 from giveway.engine.intake import Intake, Prompt
 from giveway.engine.outputs import RequestUpdate
 from giveway.engine.tracker import RequestTracker
+
+logger = logging.getLogger("giveway")
 
 Listener = Callable[[StepPlan | None, Sequence[StepEvent]], None]
 """Called after every step with its plan (None: no step was made) and events. It must not write back."""
@@ -50,6 +54,8 @@ class Engine:
         self._inbox: deque[Command] = deque()
         self._tracked: dict[RequestId, RequestTracker] = {}
         self._numbers = count()
+        self._in_step = threading.Lock()
+        self._is_closed = False
 
     # Any thread
 
@@ -76,6 +82,12 @@ class Engine:
         request_id: str | None = None,
     ) -> tuple[RequestSpec, str | None]:
         """Resolve and check a request without handing it in. Returns it with the prompt's text, if it was text."""
+        if self._is_closed:
+            raise GiveWayError("the engine is closed")
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id must be a string, not {request_id!r}")
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise InvalidRequestError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
         name = RequestId(request_id if request_id is not None else f"request-{next(self._numbers)}")
         if name in self._tracked:
             raise InvalidRequestError(f"request id {name!r} is already in use")
@@ -122,8 +134,19 @@ class Engine:
         """Make one step; return what is new, at most one update a request.
 
         Raises KVCacheFullError under the policy `none`, after which nothing is left of the batch; InvariantError for
-        a bug of ours. Every other fault ends the one request that it belongs to.
+        a bug of ours. Every other fault ends the one request that it belongs to. Raises GiveWayError when the engine is
+        closed, or when another thread is in a step: there is one loop.
         """
+        if self._is_closed:
+            raise GiveWayError("the engine is closed")
+        if not self._in_step.acquire(blocking=False):
+            raise GiveWayError("the engine is in a step already: call step() from one thread, submit() from any")
+        try:
+            return self._step()
+        finally:
+            self._in_step.release()
+
+    def _step(self) -> list[RequestUpdate]:
         events = self.scheduler.accept(self._drain(), self.clock.now())
         plan: StepPlan | None = None
         if self.scheduler.has_work:
@@ -144,15 +167,21 @@ class Engine:
     def _execute(self, plan: StepPlan) -> list[StepEvent]:
         try:
             outcome = self._executor.execute(plan, self.scheduler.requests)
-        except (DeviceFaultError, MemoryError) as error:
-            if plan.request_ids():
-                return self.scheduler.discard(plan, str(error) or type(error).__name__, self.clock.now())
-            self.scheduler.abandon(plan, self.clock.now())
-            raise  # there is no request to single out: the device itself is gone
-        except BaseException:  # Ctrl-C, or a bug of ours: the caller hears of it, and the state stays whole
+        except BaseException as error:
+            # A fault of the step is told by the request that causes it. Not so Ctrl-C, a bug in the bookkeeping, or a
+            # device that fails without anybody computing: there the caller must hear of it, and the state stays whole.
+            is_fault = isinstance(error, Exception) and not isinstance(error, InvariantError)
+            if not is_fault or not plan.request_ids():
+                self.scheduler.abandon(plan, self.clock.now())
+                raise
+            logger.warning("step %d failed and is repeated in parts: %r", plan.step_id, error)
+            return self.scheduler.discard(plan, str(error) or type(error).__name__, self.clock.now())
+        try:
+            stops = self._review(outcome)
+        except BaseException:
             self.scheduler.abandon(plan, self.clock.now())
             raise
-        return self.scheduler.commit(plan, replace(outcome, stops=self._review(outcome)))
+        return self.scheduler.commit(plan, replace(outcome, stops=stops))
 
     def _review(self, outcome: StepOutcome) -> dict[RequestId, StopDecision]:
         """Detokenize what was sampled, so that a stop string ends its request in this very step."""
@@ -187,5 +216,7 @@ class Engine:
         return updates
 
     def close(self) -> None:
-        """Release the model. Unfinished requests are lost; abort them first if anybody waits."""
-        self._executor.close()
+        """Release the model. Unfinished requests are lost; abort them first if anybody waits. Twice is harmless."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._executor.close()

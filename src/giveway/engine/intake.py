@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 from giveway.core.config import DEFAULT_CLASS, CacheConfig, SchedulerConfig, clamp_class
 from giveway.core.errors import InvalidRequestError, RequestTooLargeError
@@ -73,16 +75,27 @@ class Intake:
         if isinstance(prompt, str):
             token_ids = tuple(self._tokenizer.encode(prompt))
         else:
-            token_ids = tuple(prompt)
-            vocab_size = self._tokenizer.vocab_size
-            for token in token_ids:
-                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                    raise InvalidRequestError(
-                        f"request {request_id!r}: prompt token {token!r} is not an id from 0 to {vocab_size - 1}"
-                    )
+            token_ids = self._checked_ids(request_id, prompt)
         if not token_ids:
             raise InvalidRequestError(f"request {request_id!r} has an empty prompt; at least 1 token is needed")
         return token_ids
+
+    def _checked_ids(self, request_id: RequestId, prompt: object) -> tuple[TokenId, ...]:
+        """Return ids given by a caller as plain integers; those of numpy are as good."""
+        if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+            raise InvalidRequestError(
+                f"request {request_id!r}: a prompt is text or a list of token ids, not {type(prompt).__name__}"
+            )
+        limit = self._tokenizer.vocab_size
+        token_ids = []
+        for token in prompt:
+            number = _whole_number(token)
+            if number is None or not 0 <= number < limit:
+                raise InvalidRequestError(
+                    f"request {request_id!r}: prompt token {token!r} is not an id from 0 to {limit - 1}"
+                )
+            token_ids.append(number)
+        return tuple(token_ids)
 
     def _max_new_tokens(self, request_id: RequestId, num_prompt: int, sampling: SamplingParams) -> int:
         room = self._max_tokens_in_all - num_prompt
@@ -138,3 +151,10 @@ class Intake:
                 if ids:
                     spellings[ids] = None
         return tuple(spellings)
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return an integer, also one of numpy's, as a plain one; None for anything else, truth values included."""
+    if value is True or value is False or not isinstance(value, Integral):
+        return None
+    return int(value)

@@ -74,7 +74,10 @@ class Backend(Protocol):
 
     @property
     def free_memory_bytes(self) -> int:
-        """Bytes of memory that are free for KV pools on the device now; 0 where the system does not say."""
+        """Bytes of memory that are free for KV pools on the device now; 0 where the system does not say.
+
+        Pools that `allocate` would replace count as free.
+        """
 
     def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         """Allocate and touch both pools. Called before anything else; called again, it replaces them.
