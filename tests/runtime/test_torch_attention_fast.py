@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from giveway.runtime.torch import load_backend
-from giveway.runtime.torch.attention import AttentionShape
+from giveway.runtime.torch.attention import AttentionShape, Chunk
 from giveway.runtime.torch.attention_fast import VarlenAttention, activate_flash_attention_3, choose_fast_attention
 from giveway.runtime.torch.backend import TorchBackend
 from giveway.runtime.torch.tiny import tiny_checkpoint
@@ -92,6 +92,25 @@ def test_the_gpu_path_hands_the_kernel_the_right_arguments(
     for chunk_size in (100, 30, 1):
         logits = driver.logits_in_chunks(tokens, chunk_size, mates)
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_with_a_block_table_no_key_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Goal: a list of all keys of the batch, hundreds of thousands, is not built where no kernel reads it.
+    driver = Driver(varlen_backend(tiny_checkpoint(5), reads_block_table=True))
+    storage = driver.backend._storage
+    assert storage is not None
+    shape = AttentionShape(4, 2, 16, None, tile_rows=())
+    chunks = [Chunk(0, 1, 40, driver.table(41)), Chunk(1, 3, 0, driver.table(3))]
+    gathered = VarlenAttention(shape, reads_block_table=False).plan(chunks, 4, storage).gathered
+    assert gathered is not None
+    keys = [
+        (chunk.table[place // 16], place % 16)
+        for chunk, end in zip(chunks, (41, 3), strict=True)
+        for place in range(end)
+    ]
+    assert list(zip(*(each.tolist() for each in gathered), strict=True)) == keys
+    monkeypatch.setattr("giveway.runtime.torch.attention_fast._keys_of", None)  # a call would fail
+    assert VarlenAttention(shape, reads_block_table=True).plan(chunks, 4, storage).gathered is None
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -16,7 +16,7 @@ from giveway.core.ids import DeviceBlockId
 from giveway.core.sampling import SamplingParams
 from giveway.runtime.backend import Backend, BatchSequence, SequenceResult, TokenLogprobs
 from giveway.runtime.torch import load_backend
-from giveway.runtime.torch.backend import TorchBackend
+from giveway.runtime.torch.backend import TorchBackend, _to_host
 from giveway.runtime.torch.tiny import tiny_checkpoint
 from tests.runtime.torch_driver import GREEDY, Driver, random_tokens, sample_input
 
@@ -116,11 +116,59 @@ def test_using_it_before_allocation_or_after_closing_is_a_bug_of_ours() -> None:
         backend.forward([])
 
 
+def test_closing_twice_or_before_allocation_is_harmless() -> None:
+    backend = load_backend(tiny_checkpoint())
+    backend.close()
+    backend.close()
+    with pytest.raises(InvariantError, match="after close"):
+        backend.allocate(num_device_blocks=1, num_host_blocks=0, block_size=16)
+    backend = Driver(load_backend(tiny_checkpoint()), num_blocks=8).backend
+    backend.close()
+    backend.close()
+    for use in (backend.forward, backend.logits, backend.copy_out, backend.copy_in):
+        with pytest.raises(InvariantError, match="after close"):
+            use([])
+
+
+def test_pools_that_would_be_replaced_count_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Goal: sized by what is free, a second allocation comes out as large as the first one.
+    monkeypatch.setattr("giveway.runtime.torch.backend.available_bytes", lambda device: 1000)
+    backend = load_backend(tiny_checkpoint())
+    assert backend.free_memory_bytes == 1000
+    backend.allocate(num_device_blocks=7, num_host_blocks=4, block_size=16)
+    assert backend.free_memory_bytes == 1000 + (7 + 1 + 4) * 16 * backend.kv_bytes_per_token
+    backend._device = torch.device("cuda")  # the host pool lies elsewhere
+    assert backend.free_memory_bytes == 1000 + (7 + 1) * 16 * backend.kv_bytes_per_token
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    backend.close()
+    assert backend.free_memory_bytes == 1000
+
+
+def test_old_pools_are_gone_before_the_new_ones_are_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Goal: also for somebody who still holds the old storage; and PyTorch's cache is emptied on a GPU.
+    backend = load_backend(tiny_checkpoint())
+    backend.allocate(num_device_blocks=7, num_host_blocks=4, block_size=16)
+    old = backend._storage
+    assert old is not None
+    left: list[int] = []
+    monkeypatch.setattr(
+        "giveway.runtime.torch.kv_storage._check_room",
+        lambda *arguments: left.append(old.num_device_bytes + old.num_host_bytes),
+    )
+    backend.allocate(num_device_blocks=7, num_host_blocks=4, block_size=16)
+    assert left == [0, 0]
+    emptied: list[bool] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(backend._storage is None))
+    backend._device = torch.device("cuda")
+    backend.close()
+    assert emptied == [True]
+
+
 def test_impossible_pools_are_refused() -> None:
     backend = load_backend(tiny_checkpoint())
     with pytest.raises(ConfigError, match="at least 1 device block"):
         backend.allocate(num_device_blocks=0, num_host_blocks=0, block_size=16)
-    with pytest.raises(ConfigError, match="Lower the number of device blocks"):
+    with pytest.raises(ConfigError, match="Lower --kv-cache-memory-bytes or --num-kv-blocks"):
         backend.allocate(num_device_blocks=10**9, num_host_blocks=0, block_size=16)
 
 
@@ -229,6 +277,44 @@ def test_a_request_whose_every_token_is_forbidden_fails_alone(driver: Driver) ->
     results = driver.run([whole([1], (0,), sample=sample), whole([1], (1,))])
     assert results[0].fault == "all 260 tokens are forbidden at output position 0"
     assert results[1].fault is None
+
+
+def test_sampled_rows_cross_to_the_host_in_one_transfer() -> None:
+    # Goal: every transfer waits for the device, so one a row would cost a batch of 64 as many stops.
+    class OnDevice:
+        device = torch.device("meta")
+        num_transfers = 0
+
+        def index_select(self, dimension: int, rows: torch.Tensor) -> OnDevice:
+            assert (dimension, len(rows)) == (0, 2)
+            return self
+
+        def cpu(self) -> torch.Tensor:
+            self.num_transfers += 1
+            return torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+    logits: Any = OnDevice()
+    rows = _to_host(logits, [5, 8])
+    assert {row: values.tolist() for row, values in rows.items()} == {5: [1.0, 2.0], 8: [3.0, 4.0]}
+    assert logits.num_transfers == 1
+    assert _to_host(logits, []) == {}
+    assert logits.num_transfers == 1
+
+
+def test_a_batch_of_every_kind_of_sampling_gives_each_what_it_gives_alone(driver: Driver) -> None:
+    wishes = [
+        sample_input(),
+        None,
+        sample_input(SamplingParams(temperature=0.0, top_p=1.0, logprobs=3)),
+        sample_input(SamplingParams(temperature=1.0, top_p=0.9), seed=4),
+        sample_input(GREEDY, forbidden=tuple(range(260))),
+        sample_input(SamplingParams(temperature=1.0, top_p=1.0, logprobs=0), seed=5),
+    ]
+    batch = [whole([3 + row, 9], (row,), sample=sample) for row, sample in enumerate(wishes)]
+    together = driver.run(batch)
+    assert together == [driver.run([sequence])[0] for sequence in batch]
+    assert [result.token_id is None for result in together] == [False, True, False, False, True, False]
+    assert [result.logprobs is None for result in together] == [True, True, False, True, True, False]
 
 
 def test_prompt_logprobs_are_the_models_own(driver: Driver) -> None:

@@ -13,7 +13,7 @@ from giveway.core.ids import HostBlockId
 from giveway.core.sampling import SamplingParams
 from giveway.runtime.backend import BatchSequence
 from giveway.runtime.torch import load_backend, weights
-from giveway.runtime.torch.attention import num_pieces
+from giveway.runtime.torch.attention import PIECE_TOKENS, Bucket, attend_in_pieces, num_pieces
 from giveway.runtime.torch.exact_ops import (
     REFERENCE_ROWS,
     ROW_COUNTS,
@@ -271,3 +271,16 @@ def test_pieces_are_rounded_up_to_few_sizes() -> None:
     tokens = (1, 128, 129, 300, 513, 800, 1024, 1500)
     assert [num_pieces(count, is_rounded=True) for count in tokens] == [1, 1, 2, 3, 6, 8, 8, 12]
     assert [num_pieces(count, is_rounded=False) for count in tokens] == [1, 1, 2, 3, 5, 7, 8, 12]
+
+
+def test_a_bfloat16_query_is_not_rounded_once_more_by_the_scale() -> None:
+    # Goal: the reference differs from float64 by float32 rounding only, also where the scale is no power of two.
+    generator = torch.Generator().manual_seed(8)
+    queries, keys, values = (
+        (torch.randn(1, rows, 80, generator=generator) * 4).bfloat16() for rows in (4, PIECE_TOKENS, PIECE_TOKENS)
+    )
+    nothing = torch.zeros(0, dtype=torch.long)
+    bucket = Bucket(1, 4, 1, nothing, nothing, torch.zeros(1, 1, 4, 1, PIECE_TOKENS))
+    expected = (queries.double() @ keys.double().mT * 80**-0.5).softmax(-1) @ values.double()
+    attended = attend_in_pieces(queries, keys, values, bucket, 80**-0.5)
+    torch.testing.assert_close(attended.double(), expected, rtol=1e-4, atol=1e-4)

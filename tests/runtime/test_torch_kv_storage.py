@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from giveway.core.errors import ConfigError, DeviceFaultError
 from giveway.core.ids import DeviceBlockId, HostBlockId
-from giveway.runtime.torch.kv_storage import BlockShape, KVStorage, joined_runs
+from giveway.runtime.torch import kv_storage
+from giveway.runtime.torch.kv_storage import BlockShape, KVStorage, available_bytes, joined_runs
 
 SHAPE = BlockShape(num_layers=3, block_size=4, num_kv_heads=2, head_size=8)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -114,9 +117,11 @@ def test_a_slot_is_found_where_it_is_written() -> None:
 
 
 def test_pools_too_large_for_the_memory_are_refused_with_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"the device pool of \d+ KV blocks needs .* MiB .* at most \d+ blocks fit"):
+    with pytest.raises(
+        ConfigError, match=r"the device pool of \d+ KV blocks needs .* MiB .* at most \d+ blocks fit. Lower --kv"
+    ):
         make_storage(num_device_blocks=10**9)
-    with pytest.raises(ConfigError, match=r"the host pool .* Lower the number of host blocks"):
+    with pytest.raises(ConfigError, match=r"the host pool .* Lower --swap-space"):
         make_storage(num_host_blocks=10**9)
 
 
@@ -130,3 +135,96 @@ def test_a_pool_without_host_blocks_is_fine() -> None:
 @needs_cuda
 def test_the_host_pool_is_pinned_on_cuda() -> None:
     assert make_storage("cuda").host_is_pinned
+
+
+@needs_cuda
+def test_a_closed_host_pool_is_no_longer_registered() -> None:
+    for _ in range(3):
+        storage = make_storage("cuda", num_host_blocks=1000)
+        pool = storage._host
+        assert pool.is_pinned()
+        storage.close()
+        assert not pool.is_pinned()
+
+
+class CudaRuntime:
+    """Stands in for the CUDA runtime: what it was told, and the error that it answers with."""
+
+    def __init__(self, failure: int = 0) -> None:
+        self.failure = failure
+        self.calls: list[tuple[object, ...]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls.append(("register", address, num_bytes, flags))
+        return self.failure
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return self.failure
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
+    stand_in = CudaRuntime()
+    monkeypatch.setattr("torch.cuda.cudart", lambda: stand_in)
+    return stand_in
+
+
+def test_the_host_pool_is_registered_as_large_as_it_is_and_unregistered_once(runtime: CudaRuntime) -> None:
+    # Goal: PyTorch's own pinned memory takes a power of two; and memory still registered when freed is a trap.
+    storage = make_storage(num_host_blocks=9)
+    storage._pin_host_pool()
+    address = storage._host.data_ptr()
+    assert runtime.calls == [("register", address, 9 * SHAPE.num_elements * 4, 1)]
+    storage.close()
+    storage.close()
+    assert runtime.calls[1:] == [("unregister", address)]
+    assert (storage.num_device_bytes, storage.num_host_bytes) == (0, 0)
+    with pytest.raises(DeviceFaultError, match="no blocks"):
+        storage.copy_out(out((0, 0)))
+
+
+def test_a_host_pool_that_nobody_closed_is_unregistered_before_it_is_freed(runtime: CudaRuntime) -> None:
+    storage = make_storage()
+    storage._pin_host_pool()
+    del storage
+    assert [call[0] for call in runtime.calls] == ["register", "unregister"]
+
+
+def test_a_refused_registration_falls_back_to_pinned_memory_and_says_so_once(
+    runtime: CudaRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = make_storage(num_host_blocks=9)
+    runtime.failure = 2
+    whole = kv_storage._blocks_of_zeros
+    asked: list[Any] = []
+
+    def without_pinning(*arguments: Any, pin_memory: bool = False) -> torch.Tensor:
+        asked.append((arguments[1], pin_memory))
+        return whole(*arguments)
+
+    monkeypatch.setattr(kv_storage, "_blocks_of_zeros", without_pinning)
+    with caplog.at_level(logging.WARNING, logger="giveway"):
+        storage._pin_host_pool()
+        storage.close()
+    assert asked == [((9, *SHAPE.dimensions), True)]
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        f"CUDA could not register the host pool of {9 * SHAPE.num_elements * 4} bytes (error 2)"
+    ]
+    assert [call[0] for call in runtime.calls] == ["register"]  # what was not registered is not unregistered
+
+
+def test_an_allocation_that_fails_is_a_configuration_error_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no such piece")
+
+    monkeypatch.setattr("torch.empty", no_memory)
+    with pytest.raises(ConfigError, match=r"device pool .* no such piece. Lower --kv-cache-memory-bytes"):
+        make_storage()
+
+
+def test_memory_that_torch_has_cached_on_the_gpu_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (500, 9000))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 70)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 30)
+    assert available_bytes(torch.device("cuda")) == 540

@@ -11,7 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from giveway.core.sampling import SamplingParams
+from giveway.runtime.torch import sampler
 from giveway.runtime.torch.sampler import (
+    _place,
     best_first,
     choose_token,
     is_plain_greedy,
@@ -41,6 +43,8 @@ def oracle_distribution(logits: Logits, sample: Any) -> dict[int, float]:
     """Probability of every token that may be drawn."""
     wishes = sample.params
     row = [float(value) for value in logits]
+    for token, bias in wishes.logit_bias.items():
+        row[token] += bias
     for token in {*sample.prompt_token_ids, *sample.output_token_ids}:
         row[token] = (
             row[token] / wishes.repetition_penalty if row[token] > 0 else row[token] * wishes.repetition_penalty
@@ -49,8 +53,6 @@ def oracle_distribution(logits: Logits, sample: Any) -> dict[int, float]:
         row[token] -= wishes.frequency_penalty
     for token in set(sample.output_token_ids):
         row[token] -= wishes.presence_penalty
-    for token, bias in wishes.logit_bias.items():
-        row[token] += bias
     tokens = [token for token in range(len(row)) if token not in sample.forbidden]
     best = max(row[token] for token in tokens)
     weights = {token: math.exp((row[token] - best) / wishes.temperature) for token in tokens}
@@ -101,7 +103,7 @@ def test_draws_follow_the_oracles_distribution() -> None:
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.9999])
 def test_top_p_over_a_large_vocabulary_keeps_the_fewest_tokens(top_p: float) -> None:
-    # Goal: the shortcut that sorts the most likely thousand only must not show, on flat and on steep distributions.
+    # Goal: the shortcut that sorts the most likely tokens only must not show, on flat and on steep distributions.
     for spread in (0.01, 1.0, 4.0):
         logits = (np.random.default_rng(4).normal(0, spread, 20_000)).astype(np.float32)
         order = np.lexsort((np.arange(20_000), -logits.astype(np.float64)))
@@ -112,6 +114,71 @@ def test_top_p_over_a_large_vocabulary_keeps_the_fewest_tokens(top_p: float) -> 
         assert draws <= allowed
         if count > 1 and count < 20:
             assert len(draws) > 1
+
+
+def full_sort_choice(logits: Logits, sample: Any) -> int:
+    """What choose_token says it computes, by sorting every id; for requests without penalties and bias."""
+    wishes, vocab = sample.params, len(logits)
+    row = logits.astype(np.float64)
+    row[list(sample.forbidden)] = -np.inf
+    row = (row - row.max()) / wishes.temperature
+    tokens = np.flatnonzero(row >= (np.log(wishes.min_p) if wishes.min_p else -np.inf))
+    if 0 < wishes.top_k < vocab or wishes.top_p < 1:
+        mass = np.exp(row[tokens]).sum()
+        tokens = tokens[np.lexsort((tokens, -row[tokens]))]
+        if 0 < wishes.top_k < len(tokens):
+            tokens = tokens[: wishes.top_k]
+            mass = np.exp(row[tokens]).sum()
+        if wishes.top_p < 1:
+            reached = np.cumsum(np.exp(row[tokens]))
+            tokens = tokens[: int(np.searchsorted(reached, wishes.top_p * mass)) + 1]
+    reached = np.cumsum(np.exp(row[tokens]))
+    number = uniform(sample.seed, sample.output_index) * reached[-1]
+    return int(tokens[np.searchsorted(reached, number, side="right")])
+
+
+@pytest.mark.parametrize("top_p", [1e-12, 0.1, 0.9, 0.999, 1 - 1e-12, 1 - 2**-53, 1.0])
+def test_a_draw_without_sorting_the_ids_is_the_draw_of_the_full_sort(top_p: float) -> None:
+    # Goal: the same token for every number drawn, with ties, flat and steep rows, and every filter before top_p.
+    rng = random.Random(str(top_p))
+    for seed in range(12):
+        spread = rng.choice([0.0, 0.01, 1.0, 5.0, 40.0])
+        logits = np.random.default_rng(seed).normal(0, spread, 3000).astype(np.float32)
+        if rng.random() < 0.5:
+            logits = np.round(logits)
+        wishes = params(
+            temperature=rng.choice([0.3, 1.0, 1.7]),
+            top_p=top_p,
+            top_k=rng.choice([0, 0, 7, 500, 3000]),
+            min_p=rng.choice([0.0, 0.0, 0.001, 0.2]),
+        )
+        forbidden = rng.choice([(), tuple(range(0, 3000, 2)), tuple(range(2990))])
+        for index in range(25):
+            sample = sample_input(wishes, seed=seed, output_index=index, forbidden=forbidden)
+            assert choose_token(logits, sample) == full_sort_choice(logits, sample), (wishes, spread, index)
+
+
+def test_top_p_over_a_steep_row_sorts_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Goal: most of the time of a draw went into sorting a vocabulary of which a few dozen tokens mattered.
+    sizes: list[int] = []
+    whole = sampler._descending
+
+    def counting(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        sizes.append(len(values))
+        return whole(values)
+
+    monkeypatch.setattr(sampler, "_descending", counting)
+    logits = np.random.default_rng(2).normal(0, 1, 100_000).astype(np.float32)
+    logits[:50] += 20
+    choose_token(logits, sample_input(params(top_p=0.9)))
+    assert len(sizes) == 1
+    assert 30 < sizes[0] <= 60
+
+
+def test_a_token_of_weight_zero_is_never_drawn() -> None:
+    # Goal: the number times the mass may be rounded up to the mass, which no token exceeds.
+    assert _place(np.array([0.0, 1.0, 1.5, 1.5]), 1.0) == 2
+    assert _place(np.array([0.0, 1.0, 1.5, 1.5]), 0.0) == 1
 
 
 def test_greedy_takes_the_smallest_id_among_equals() -> None:
@@ -136,6 +203,26 @@ def test_penalties_apply_to_greedy_too() -> None:
     ):
         assert not is_plain_greedy(changed)
         assert choose_token(logits, changed) == 1
+
+
+def test_a_repetition_penalty_sees_the_biased_logit() -> None:
+    # Goal: bias first, then penalties: (2 + 4) / 2 loses to 4, while 2 / 2 + 4 would win.
+    logits = np.array([2.0, 4.0], np.float32)
+    wishes = params(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 4.0})
+    assert choose_token(logits, sample_input(wishes, prompt_token_ids=[0])) == 1
+    # A bias that makes a negative logit positive: it is divided, not multiplied.
+    logits = np.array([-1.0, 1.4], np.float32)
+    wishes = params(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 4.0})
+    assert choose_token(logits, sample_input(wishes, prompt_token_ids=[0])) == 0
+
+
+def test_neither_bias_nor_penalty_brings_a_forbidden_token_back() -> None:
+    logits = np.array([5.0, 4.0, 3.0], np.float32)
+    wishes = params(
+        temperature=0.0, repetition_penalty=0.5, presence_penalty=-2, frequency_penalty=-2, logit_bias={0: 90.0}
+    )
+    sample = sample_input(wishes, output_token_ids=[0, 0, 2], forbidden=(0,))
+    assert choose_token(logits, sample) == 2
 
 
 def test_presence_and_frequency_do_not_count_the_prompt() -> None:

@@ -27,12 +27,21 @@ def extend(prefix: PrefixHash, token_id: TokenId) -> PrefixHash:
 
 
 def choose_token(prefix: PrefixHash, vocab_size: int, sample: SampleInput) -> TokenId:
-    """Return the next token: a function of the context alone (greedy), or of context, seed and index (sampling)."""
+    """Return the next token: a function of the context alone (greedy), or of context, seed and index (sampling).
+
+    Raises InvariantError when every token is forbidden; see is_nothing_allowed.
+    """
     key = prefix if sample.params.temperature == 0 else hash((prefix, sample.seed, sample.output_index))
-    token = key % vocab_size
-    while token in sample.forbidden:
-        token = (token + 1) % vocab_size
-    return token
+    for step in range(vocab_size):
+        token = (key + step) % vocab_size
+        if token not in sample.forbidden:
+            return token
+    raise InvariantError(f"a token was to be chosen although all {vocab_size} are forbidden")
+
+
+def is_nothing_allowed(vocab_size: int, sample: SampleInput) -> bool:
+    """Whether every token of the vocabulary is forbidden."""
+    return len(sample.forbidden) >= vocab_size and set(range(vocab_size)) <= set(sample.forbidden)
 
 
 class _Tier:
@@ -111,6 +120,9 @@ class DryBackend:
         if sample is None:
             return SequenceResult(prompt_logprobs=prompt_logprobs)
         self._check_context(sequence, sample, chain[-1])
+        if is_nothing_allowed(self.vocab_size, sample):
+            fault = f"all {self.vocab_size} tokens are forbidden at output position {sample.output_index}"
+            return SequenceResult(fault=fault)
         token_id = choose_token(chain[-1], self.vocab_size, sample)
         logprobs = None
         if sample.params.logprobs is not None:

@@ -82,8 +82,8 @@ class AttentionPlan:
     output_rows: Tensor  # [padded rows * heads] rows of the buckets' concatenated results
 
 
-# Gathered queries, keys and values of a bucket -> its result; see attend_in_pieces.
-AttendBucket = Callable[[Tensor, Tensor, Tensor, Bucket], Tensor]
+# Gathered queries, keys and values of a bucket, and the scale of the scores -> its result; see attend_in_pieces.
+AttendBucket = Callable[[Tensor, Tensor, Tensor, Bucket, float], Tensor]
 
 
 class Attention(Protocol):
@@ -174,15 +174,16 @@ def kv_row_index(tiles: Sequence[Tile], num_tokens: int, storage: KVStorage) -> 
     return np.where(is_empty[:, None, :], blank[:, None], rows)
 
 
-def attend_in_pieces(queries: Tensor, keys: Tensor, values: Tensor, bucket: Bucket) -> Tensor:
+def attend_in_pieces(queries: Tensor, keys: Tensor, values: Tensor, bucket: Bucket, scale: float) -> Tensor:
     """Attend for one bucket in plain float32 operations, exact when the rows of its products were chosen for it.
 
-    queries: [I * kv_heads * P, M, head_size], scaled. keys, values: [I * kv_heads * P, L, head_size]. Returns float32
-    [I * kv_heads, M, head_size]. Products in bfloat16 would save up to a fifth of a step, but more than double the
-    error of the logits.
+    queries: [I * kv_heads * P, M, head_size]; overwritten. keys, values: [I * kv_heads * P, L, head_size]. scale:
+    factor of the scores. Returns float32 [I * kv_heads, M, head_size]. Products in bfloat16 would save up to a fifth of
+    a step, but more than double the error of the logits.
     """
     rows, pieces, size = bucket.num_rows, bucket.num_pieces, queries.shape[-1]
-    scores = torch.bmm(queries.float(), keys.float().transpose(1, 2))
+    # Scaled as float32: in bfloat16 the factor and the product would be rounded. Queries are fewer than scores.
+    scores = torch.bmm(queries.float().mul_(scale), keys.float().transpose(1, 2))
     scores = scores.view(bucket.num_tiles, -1, pieces, rows, PIECE_TOKENS)
     if pieces == 1:
         weights = torch.softmax(scores.add_(bucket.bias.transpose(2, 3)), -1)
@@ -244,10 +245,11 @@ class BucketAttention:
         """Gather and attend for one bucket; returns [I * kv_heads * M, head_size]."""
         size = self._shape.head_size
         result = self._attend_bucket(
-            query.index_select(0, bucket.query_rows).mul_(self._scale).view(-1, bucket.num_rows, size),
+            query.index_select(0, bucket.query_rows).view(-1, bucket.num_rows, size),
             keys.index_select(0, bucket.kv_rows).view(-1, PIECE_TOKENS, size),
             values.index_select(0, bucket.kv_rows).view(-1, PIECE_TOKENS, size),
             bucket,
+            self._scale,
         )
         return result.reshape(-1, size).to(self._dtype)
 

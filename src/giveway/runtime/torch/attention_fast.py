@@ -38,13 +38,13 @@ def activate_flash_attention_3(device: torch.device) -> bool:
     return True
 
 
-def attend_fused(queries: Tensor, keys: Tensor, values: Tensor, bucket: Bucket) -> Tensor:
+def attend_fused(queries: Tensor, keys: Tensor, values: Tensor, bucket: Bucket, scale: float) -> Tensor:
     """Attend for one bucket in one call; arguments and result are those of attend_in_pieces."""
     tiles, rows, pieces, size = bucket.num_tiles, bucket.num_rows, bucket.num_pieces, queries.shape[-1]
     queries = queries.view(tiles, -1, pieces, rows, size)[:, :, 0]  # the pieces hold copies of the same queries
     keys, values = (each.view(tiles, -1, pieces * PIECE_TOKENS, size) for each in (keys, values))
     mask = bucket.bias.view(tiles, 1, rows, -1).to(queries.dtype)
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=1.0)
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class VarlenPlan:
     longest_query: int
     longest_key: int
     block_table: Tensor  # [N, blocks] int32, filled up with the blank block
-    gathered_slots: Tensor | None  # [sum of key_ends] slots (block * block_size + offset); None: the table is read
+    gathered: tuple[Tensor, Tensor] | None  # block and offset of every key, [sum of key_ends]; None: the table is read
 
 
 class VarlenAttention:
@@ -82,12 +82,9 @@ class VarlenAttention:
         counts = np.array([chunk.num_rows for chunk in chunks], np.int32)
         ends = np.array([chunk.start + chunk.num_rows for chunk in chunks], np.int32)
         tables = np.full((len(chunks), -(-int(ends.max()) // block_size)), storage.blank_block, np.int32)
-        slots = []
         for row, (chunk, end) in enumerate(zip(chunks, ends.tolist(), strict=True)):
             used = -(-end // block_size)
             tables[row, :used] = chunk.table[:used]
-            inside = np.arange(end)
-            slots.append(tables[row, inside // block_size].astype(np.int64) * block_size + inside % block_size)
         device = storage.device
         return VarlenPlan(
             num_rows=int(counts.sum()),
@@ -97,7 +94,7 @@ class VarlenAttention:
             longest_query=int(counts.max()),
             longest_key=int(ends.max()),
             block_table=torch.from_numpy(tables).to(device),
-            gathered_slots=None if self._reads_block_table else torch.from_numpy(np.concatenate(slots)).to(device),
+            gathered=None if self._reads_block_table else _keys_of(tables, ends.tolist(), block_size, device),
         )
 
     def attend(self, heads: Tensor, layer: int, plan: object, storage: KVStorage) -> Tensor:
@@ -107,11 +104,9 @@ class VarlenAttention:
         if not isinstance(plan, VarlenPlan):
             raise TypeError(f"a plan of another attention: {type(plan).__name__}")
         keys, values = storage.blocks(layer, 0), storage.blocks(layer, 1)
-        if plan.gathered_slots is not None:
-            block_size = storage.shape.block_size
-            where = (plan.gathered_slots // block_size, plan.gathered_slots % block_size)
-            keys, values = keys[where], values[where]
-        is_paged = plan.gathered_slots is None
+        is_paged = plan.gathered is None
+        if plan.gathered is not None:
+            keys, values = keys[plan.gathered], values[plan.gathered]
         attended = varlen_attn(
             heads[: plan.num_rows, : self._shape.num_heads].contiguous(),
             keys,
@@ -130,6 +125,16 @@ class VarlenAttention:
         result = heads.new_zeros(heads.shape[0], self._shape.num_heads * self._shape.head_size)
         result[: plan.num_rows] = attended.flatten(1)
         return result
+
+
+def _keys_of(
+    tables: np.typing.NDArray[np.int32], ends: Sequence[int], block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Block and offset of every key of the batch, request after request; once here, and not in every layer."""
+    positions = [np.arange(end) for end in ends]
+    blocks = np.concatenate([table[inside // block_size] for table, inside in zip(tables, positions, strict=True)])
+    offsets = np.concatenate(positions) % block_size
+    return torch.from_numpy(blocks.astype(np.int64)).to(device), torch.from_numpy(offsets).to(device)
 
 
 def _starts(counts: np.typing.NDArray[np.int32], device: torch.device) -> Tensor:

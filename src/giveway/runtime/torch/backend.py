@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId
-from giveway.runtime.backend import BatchSequence, SequenceResult, TokenLogprobs
+from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult, TokenLogprobs
 from giveway.runtime.torch.attention import Attention, BucketAttention, Chunk, attend_in_pieces, make_attention_shape
 from giveway.runtime.torch.attention_fast import choose_fast_attention
 from giveway.runtime.torch.exact_ops import silu_times
@@ -18,7 +20,7 @@ from giveway.runtime.torch.model import Model, build_row_batch, forward_hidden, 
 from giveway.runtime.torch.rope import make_rope_table
 from giveway.runtime.torch.sampler import choose_token, is_plain_greedy, token_logprobs
 from giveway.runtime.torch.settings import choose_device, choose_dtype
-from giveway.runtime.torch.weights import LARGEST_HEAD_PIECE, load_weights
+from giveway.runtime.torch.weights import LARGEST_HEAD_PIECE, ModelWeights, load_weights
 from giveway.runtime.weights.checkpoint import Checkpoint
 
 
@@ -49,7 +51,9 @@ class TorchBackend:
         self._dtype = choose_dtype(dtype, self._device, checkpoint.config)
         self._exact = self._device.type == "cpu" if exact is None else exact
         with torch.inference_mode():
-            self._weights = load_weights(checkpoint, device=self._device, dtype=self._dtype, exact=self._exact)
+            self._weights: ModelWeights | None = load_weights(
+                checkpoint, device=self._device, dtype=self._dtype, exact=self._exact
+            )
             self._attention = self._choose_attention()
         self._storage: KVStorage | None = None
         self._model: Model | None = None
@@ -84,17 +88,29 @@ class TorchBackend:
 
     @property
     def free_memory_bytes(self) -> int:
-        """Bytes of memory that are free for KV pools on the device now; 0 where the system does not say."""
-        return available_bytes(self._device) or 0
+        """Bytes of memory that allocate() could use on the device now; 0 where the system does not say.
+
+        Pools that it would replace count as free.
+        """
+        free = available_bytes(self._device)
+        if free is None or self._storage is None:
+            return free or 0
+        is_shared = self._device.type == "cpu"  # both pools lie in the same memory
+        return free + self._storage.num_device_bytes + (self._storage.num_host_bytes if is_shared else 0)
 
     def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        """Allocate and touch both pools; called again, replace them. Raises ConfigError if memory is short."""
+        """Allocate and touch both pools; called again, replace them.
+
+        Raises ConfigError if memory is short; there are no pools then.
+        """
+        if self._weights is None:
+            raise InvariantError("allocate() was called after close()")
         if min(num_device_blocks, block_size) < 1 or num_host_blocks < 0:
             raise ConfigError(
                 f"KV pools of {num_device_blocks} device and {num_host_blocks} host blocks of {block_size} tokens: at "
                 "least 1 device block, 0 host blocks and 1 token are needed"
             )
-        self._storage = self._model = None  # the old pools' memory goes first
+        self._drop_pools()  # before memory is counted: the new ones may need theirs
         config = self._config
         shape = BlockShape(config.num_layers, block_size, config.num_kv_heads, config.head_size)
         self._storage = KVStorage(
@@ -149,13 +165,23 @@ class TorchBackend:
         self._ready()[1].copy_in(pairs)
 
     def close(self) -> None:
-        """Release weights and pools. The backend is not used afterwards."""
-        self._storage = self._model = None
-        del self._weights
+        """Release weights and pools; calling it again does nothing. The backend is not used afterwards."""
+        self._weights = None
+        self._drop_pools()
+
+    def _drop_pools(self) -> None:
+        """Give the memory of the pools back, to the system as well."""
+        storage, self._storage, self._model = self._storage, None, None
+        if storage is not None:
+            storage.close()  # also for those who still hold it, such as the frames of a stored exception
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _ready(self) -> tuple[Model, KVStorage]:
+        if self._weights is None:
+            raise InvariantError("the backend was used after close()")
         if self._model is None or self._storage is None:
-            raise InvariantError("the backend was used before allocate() or after close()")
+            raise InvariantError("the backend was used before allocate()")
         return self._model, self._storage
 
     def _check(self, batch: Sequence[BatchSequence], model: Model, storage: KVStorage) -> list[Chunk]:
@@ -198,10 +224,19 @@ class TorchBackend:
             return results
         last = torch.tensor([chunks[index].first_row + chunks[index].num_rows - 1 for index in sampled])
         logits = logits_of(model, hidden.index_select(0, last.to(self._device)))
-        best = logits.argmax(-1).tolist()  # the first of equal ones
-        is_finite = torch.isfinite(logits).all(-1).tolist()
-        for row, index in enumerate(sampled):
-            results[index] = _sampled(batch[index], logits[row], best[row], is_finite=is_finite[row])
+        # Few transfers, because each one waits for the device: two values a row, then all rows that are needed.
+        is_finite = torch.isfinite(logits).all(-1)
+        best, usable = torch.stack([logits.argmax(-1), is_finite.long()]).tolist()  # argmax: the first of equal ones
+        samples = [(row, sample) for row, index in enumerate(sampled) if (sample := batch[index].sample) is not None]
+        host_rows = _to_host(logits, [row for row, sample in samples if usable[row] and not _is_argmax_enough(sample)])
+        for row, sample in samples:
+            if not usable[row]:
+                result = SequenceResult(fault=_fault_of(logits[row]))
+            elif row in host_rows:
+                result = _sampled(sample, host_rows[row])
+            else:
+                result = SequenceResult(token_id=best[row])
+            results[sampled[row]] = result
         return results
 
     def _with_prompt_logprobs(
@@ -236,18 +271,23 @@ class TorchBackend:
         return results
 
 
-def _sampled(sequence: BatchSequence, logits: Tensor, best: int, *, is_finite: bool) -> SequenceResult:
-    """Choose the token of one sequence. logits: [vocab]; best: its largest."""
-    sample = sequence.sample
-    if sample is None:
-        return SequenceResult()
-    if not is_finite:
-        return SequenceResult(fault=_fault_of(logits))
-    is_simple = is_plain_greedy(sample)
-    if is_simple and sample.params.logprobs is None:
-        return SequenceResult(token_id=best)
-    row = logits.cpu().numpy()
-    token = best if is_simple else choose_token(row, sample)
+def _is_argmax_enough(sample: SampleInput) -> bool:
+    return is_plain_greedy(sample) and sample.params.logprobs is None
+
+
+def _to_host(logits: Tensor, rows: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
+    """Bring these rows of logits [rows, vocab] to the host in one transfer."""
+    if not rows:
+        return {}
+    if logits.device.type == "cpu":
+        return {row: logits[row].numpy() for row in rows}
+    picked = logits.index_select(0, torch.tensor(rows).to(logits.device)).cpu().numpy()
+    return dict(zip(rows, picked, strict=True))
+
+
+def _sampled(sample: SampleInput, row: npt.NDArray[np.float32]) -> SequenceResult:
+    """Choose the token of one sequence. row: its logits [vocab], finite."""
+    token = choose_token(row, sample)
     if token is None:
         return SequenceResult(fault=f"all {len(row)} tokens are forbidden at output position {sample.output_index}")
     if sample.params.logprobs is None:

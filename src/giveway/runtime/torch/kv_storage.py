@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from giveway.core.errors import ConfigError, DeviceFaultError
 from giveway.core.ids import DeviceBlockId, HostBlockId
+
+logger = logging.getLogger("giveway")
+
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+
+_REMEDIES = {
+    "device": "Lower --kv-cache-memory-bytes or --num-kv-blocks.",
+    "host": "Lower --swap-space; 0 turns swapping off.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +68,12 @@ class KVStorage:
         block_bytes = shape.num_elements * dtype.itemsize
         _check_room("device", num_device_blocks + 1, block_bytes, device)
         _check_room("host", num_host_blocks, block_bytes, torch.device("cpu"))
-        # zero_ and not torch.zeros: the latter leaves the pages to be mapped by the first requests.
-        self._device = torch.empty((num_device_blocks + 1, *shape.dimensions), dtype=dtype, device=device).zero_()
-        pinned = device.type == "cuda"
-        self._host = torch.empty((num_host_blocks, *shape.dimensions), dtype=dtype, pin_memory=pinned).zero_()
+        self._device = _blocks_of_zeros("device", (num_device_blocks + 1, *shape.dimensions), dtype, device)
+        self._host = _blocks_of_zeros("host", (num_host_blocks, *shape.dimensions), dtype, torch.device("cpu"))
+        # Takes back what CUDA was told of the host pool, in time also if nobody calls close(); None: nothing to do.
+        self._unregister: Callable[[], object] | None = None
+        if device.type == "cuda" and num_host_blocks:
+            self._pin_host_pool()
 
     @property
     def device(self) -> torch.device:
@@ -71,9 +86,51 @@ class KVStorage:
         return self.num_device_blocks
 
     @property
+    def num_device_bytes(self) -> int:
+        """Size of the device pool."""
+        return self._device.nbytes
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Size of the host pool."""
+        return self._host.nbytes
+
+    @property
     def host_is_pinned(self) -> bool:
         """Whether the host pool can be copied to and from by the device on its own."""
         return self._host.is_pinned()
+
+    def _pin_host_pool(self) -> None:
+        """Let the device copy to and from the host pool on its own.
+
+        The pool is allocated plainly and then registered, because PyTorch's allocator of pinned memory rounds up to a
+        power of two, nearly twice the pool in the worst case. Raises ConfigError if neither way is open.
+        """
+        address, num_bytes = self._host.data_ptr(), self._host.nbytes
+        failure = int(_cuda_runtime().cudaHostRegister(address, num_bytes, _REGISTER_PORTABLE))
+        if not failure:
+            finalizer = weakref.finalize(self, _unregister, address)
+            finalizer.atexit = False  # the process ends, and with it every registration
+            self._unregister = finalizer
+            return
+        logger.warning(
+            "CUDA could not register the host pool of %d bytes (error %d); it is allocated as pinned memory instead, "
+            "which may take up to twice as much",
+            num_bytes,
+            failure,
+        )
+        with suppress(RuntimeError):  # the error stays behind in CUDA, and the next kernel launched would report it
+            torch.ones(1, device=self._device.device)
+        dimensions, dtype = tuple(self._host.shape), self._host.dtype
+        self._host = torch.empty(0, dtype=dtype)  # both at once may not fit
+        self._host = _blocks_of_zeros("host", dimensions, dtype, torch.device("cpu"), pin_memory=True)
+
+    def close(self) -> None:
+        """Give the memory of both pools back; calling it again does nothing. The storage is not used afterwards."""
+        if self._unregister is not None:
+            self._unregister()
+        self.num_device_blocks = self.num_host_blocks = 0
+        self._device, self._host = (torch.empty(0, dtype=pool.dtype) for pool in (self._device, self._host))
 
     def token_rows(self, layer: int, which: int) -> Tensor:
         """View one layer's K (which 0) or V (1) for writing.
@@ -128,9 +185,13 @@ def joined_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, in
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that an allocation on `device` could take now, bytes; None: the system does not say."""
+    """Memory that an allocation on `device` could take now, bytes; None: the system does not say.
+
+    On CUDA it includes what PyTorch keeps for its next allocations.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     found = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -144,12 +205,33 @@ def available_bytes(device: torch.device) -> int | None:
     return min(found, default=None)
 
 
+def _blocks_of_zeros(
+    pool: str, dimensions: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pin_memory: bool = False
+) -> Tensor:
+    """Allocate a pool and touch it. Raises ConfigError when the allocator has no such piece."""
+    try:
+        # zero_ and not torch.zeros: the latter leaves the pages to be mapped by the first requests.
+        return torch.empty(dimensions, dtype=dtype, device=device, pin_memory=pin_memory).zero_()
+    except RuntimeError as error:
+        raise ConfigError(f"the {pool} pool of KV blocks cannot be allocated: {error}. {_REMEDIES[pool]}") from error
+
+
+def _cuda_runtime() -> Any:
+    runtime: Callable[[], Any] = torch.cuda.cudart
+    return runtime()
+
+
+def _unregister(address: int) -> None:
+    if failure := int(_cuda_runtime().cudaHostUnregister(address)):
+        logger.warning("CUDA could not unregister the host pool (error %d)", failure)
+
+
 def _check_room(pool: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:
     needed, free = num_blocks * block_bytes, available_bytes(device)
     if free is None or needed <= free:
         return
     raise ConfigError(
         f"the {pool} pool of {num_blocks} KV blocks needs {needed / 2**20:,.0f} MiB ({block_bytes:,} bytes each), but "
-        f"{free / 2**20:,.0f} MiB are available on {device}: at most {free // block_bytes} blocks fit. Lower the "
-        f"number of {pool} blocks."
+        f"{free / 2**20:,.0f} MiB are available on {device}: at most {free // block_bytes} blocks fit. "
+        f"{_REMEDIES[pool]}"
     )

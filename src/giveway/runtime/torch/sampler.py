@@ -1,8 +1,9 @@
 """Choosing the next token from one row of logits, and reporting log-probabilities. Plain numpy, one row at a time.
 
-Order: penalties, bias, forbidden tokens, temperature, min_p, top_k, top_p, as vLLM documents it. Log-probabilities are
-those of the model itself, before all of these. All arithmetic is float64 on the row alone, so a result cannot depend on
-the batch. Between equal logits the smaller id comes first, everywhere.
+Order: forbidden tokens, bias, penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p: that of
+vLLM's `Sampler` (v1/sample/sampler.py). Penalties see the biased logits. Log-probabilities are those of the model
+itself, before all of these. All arithmetic is float64 on the row alone, so a result cannot depend on the batch.
+Between equal logits the smaller id comes first, everywhere.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ Row = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
 _MASK = 2**64 - 1
-# top_p sorts the most likely tokens only; if their mass falls short of it, all are sorted.
-_FIRST_SORTED = 1024
 
 
 def uniform(seed: int, index: int) -> float:
@@ -52,13 +51,11 @@ def choose_token(logits: npt.NDArray[np.float32], sample: SampleInput) -> TokenI
     best = int(row.argmax())
     if row[best] == -np.inf:
         return None
-    temperature = sample.params.temperature
-    if not temperature:
+    if not sample.params.temperature:
         return best
-    tokens, weights = _candidates((row - row[best]) / temperature, sample.params)
-    reached = np.cumsum(weights)
-    place = np.searchsorted(reached, uniform(sample.seed, sample.output_index) * reached[-1], side="right")
-    return int(tokens[min(int(place), len(tokens) - 1)])
+    row -= row[best]
+    row /= sample.params.temperature
+    return _draw(row, sample.params, uniform(sample.seed, sample.output_index))
 
 
 def _changes_logits(sample: SampleInput) -> bool:
@@ -72,6 +69,11 @@ def _changes_logits(sample: SampleInput) -> bool:
 
 def _change_logits(row: Row, sample: SampleInput) -> None:
     params, vocab = sample.params, len(row)
+    if sample.forbidden:
+        row[_known_ids(sample.forbidden, vocab)] = -np.inf
+    for token, bias in params.logit_bias.items():
+        if token < vocab:
+            row[token] += bias
     if params.repetition_penalty != 1.0:
         is_seen = np.zeros(vocab, np.bool_)
         is_seen[_known_ids(sample.prompt_token_ids, vocab)] = True
@@ -80,14 +82,9 @@ def _change_logits(row: Row, sample: SampleInput) -> None:
         values = row[seen]
         row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
-        counts = np.bincount(_known_ids(sample.output_token_ids, vocab), minlength=vocab)
-        row -= params.frequency_penalty * counts
-        row -= params.presence_penalty * (counts > 0)
-    for token, bias in params.logit_bias.items():
-        if token < vocab:
-            row[token] += bias
-    if sample.forbidden:
-        row[_known_ids(sample.forbidden, vocab)] = -np.inf
+        generated, counts = np.unique(_known_ids(sample.output_token_ids, vocab), return_counts=True)
+        row[generated] -= params.frequency_penalty * counts
+        row[generated] -= params.presence_penalty
 
 
 def _known_ids(tokens: Sequence[TokenId], vocab: int) -> Ids:
@@ -95,28 +92,57 @@ def _known_ids(tokens: Sequence[TokenId], vocab: int) -> Ids:
     return ids[(ids >= 0) & (ids < vocab)]
 
 
-def _candidates(scaled: Row, params: SamplingParams) -> tuple[Ids, Row]:
-    """Tokens that may be drawn and their weights, in a fixed order. scaled: (logits - the largest) / temperature."""
-    tokens = np.flatnonzero(scaled > -np.inf)
+def _draw(scaled: Row, params: SamplingParams, number: float) -> TokenId:
+    """Draw a token with `number`, in [0, 1). scaled: (logits - the largest) / temperature; it is overwritten."""
+    tokens, values = None, scaled  # None: all of them
     if params.min_p > 0:
         tokens = np.flatnonzero(scaled >= np.log(params.min_p))
-    if 0 < params.top_k < len(tokens):
-        tokens = best_first(scaled, tokens, params.top_k)
-    if params.top_p is not None and params.top_p < 1:
-        tokens = _top_p(scaled, tokens, params.top_p)
-    return tokens, np.exp(scaled[tokens])
+        values = scaled[tokens]
+    top_p = 1.0 if params.top_p is None else params.top_p
+    has_top_k = 0 < params.top_k < len(values)
+    if not has_top_k and top_p >= 1:
+        place = _place(_cumulated_weights(values, out=values), number)
+        return place if tokens is None else int(tokens[place])
+    if has_top_k:
+        values = _descending(np.partition(values, len(values) - params.top_k)[-params.top_k :])
+    ordered, reached = (values, _cumulated_weights(values)) if top_p >= 1 else _top_p(values, top_p)
+    place = _place(reached, number)
+    # Only values were sorted, which is several times faster than sorting ids by them. Equal ones stand in order of id.
+    is_equal = ordered == ordered[place]
+    return int(np.flatnonzero(scaled == ordered[place])[place - int(is_equal.argmax())])
 
 
-def _top_p(scaled: Row, tokens: Ids, top_p: float) -> Ids:
-    """The fewest most likely tokens whose share of the mass of `tokens` reaches top_p."""
-    # In a fixed order: after top_k `tokens` are sorted, otherwise ascending by id.
-    wanted = top_p * float(np.exp(scaled[tokens]).sum())
-    for limit in (_FIRST_SORTED, len(tokens)):
-        ordered = best_first(scaled, tokens, min(limit, len(tokens)))
-        reached = np.cumsum(np.exp(scaled[ordered]))
-        if reached[-1] >= wanted:
+def _place(reached: Row, number: float) -> int:
+    """Index whose share of the mass holds `number`. reached: cumulated weights; one of weight zero is never chosen."""
+    mass = reached[-1]
+    place = np.searchsorted(reached, number * mass, side="right")
+    return int(min(place, np.searchsorted(reached, mass, side="left")))  # the product may be rounded up to the mass
+
+
+def _cumulated_weights(values: Row, out: Row | None = None) -> Row:
+    weights: Row = np.exp(values, out=out)
+    return np.cumsum(weights, out=weights)
+
+
+def _descending(values: Row) -> Row:
+    ordered: Row = np.negative(values)
+    ordered.sort()
+    return np.negative(ordered, out=ordered)
+
+
+def _top_p(values: Row, top_p: float) -> tuple[Row, Row]:
+    """The fewest largest values whose share of the mass reaches top_p, descending, and their cumulated weights."""
+    mass = float(np.exp(values).sum())
+    # All that is smaller than `lowest` holds less than half of the mass that top_p leaves out, so nothing of it is kept
+    # and it need not be sorted. Only a top_p within rounding of 1 makes the second round needed.
+    lowest = np.log((1 - top_p) * mass / (2 * len(values)))
+    for limit in (lowest, -np.inf):
+        ordered = _descending(values[values >= limit])
+        reached = _cumulated_weights(ordered)
+        if reached[-1] >= top_p * mass:
             break
-    return ordered[: int(np.searchsorted(reached, wanted, side="left")) + 1]
+    count = int(np.searchsorted(reached, top_p * mass, side="left")) + 1
+    return ordered[:count], reached[:count]
 
 
 def best_first(values: Row, tokens: Ids, count: int) -> Ids:
