@@ -10,7 +10,9 @@ import pytest
 from giveway.bench.exact import bench_exact
 from giveway.bench.measure import sample
 from giveway.bench.scheduler import bench_scheduler
+from giveway.bench.swap import bench_swap
 from giveway.cli.__main__ import main
+from giveway.core.errors import ConfigError
 from giveway.options import EngineOptions
 
 
@@ -48,3 +50,11 @@ def test_the_cost_of_scheduling_has_a_row_for_every_size(tmp_path: Path, capsys:
     assert steady == [(running, waiting) for running in (1, 16, 64, 256) for waiting in (0, 100, 10_000)]
     assert all(row.get("median_ns", 1) > 0 and row.get("plan_us", 1) > 0 for row in rows)
     assert {"state change, swap out", "whole path, swap in, 512 blocks"} <= {row["operation"] for row in rows}
+
+
+def test_swap_bandwidth_is_measured_both_ways_beside_the_peak_and_the_naive_method() -> None:
+    report = bench_swap("cpu", num_rounds=2, sizes=(32, 256), num_blocks=64)
+    assert [(row["tokens"], row["bytes"]) for row in report.rows] == [(32, 32 * 57344), (256, 256 * 57344)]
+    assert all(value > 0 for row in report.rows for value in row.values())
+    with pytest.raises(ConfigError, match="device is 'tpu'"):
+        bench_swap("tpu")

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from giveway.runtime.weights.checkpoint import Checkpoint
 
 
+def limit_spinning() -> None:
+    """Keep OpenMP's threads from spinning long for each other; call before torch is imported.
+
+    Sets the environment variable GOMP_SPINCOUNT unless it, or OMP_WAIT_POLICY, is set.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_TURNS)
+
+
 def load_backend(
     checkpoint: Checkpoint,
     *,
@@ -28,15 +37,14 @@ def load_backend(
 ) -> TorchBackend:
     """Load the weights of `checkpoint` into a new TorchBackend; the arguments are those of TorchBackend.
 
-    Sets the environment variable GOMP_SPINCOUNT unless it, or OMP_WAIT_POLICY, is set.
-    Raises MissingDependencyError when PyTorch is not installed, ConfigError when a setting is wrong.
+    Limits OpenMP's spinning on the way. Raises MissingDependencyError when PyTorch is not installed, ConfigError when a
+    setting is wrong.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError(
             "the PyTorch backend needs the package 'torch', which is not installed. Run: pip install 'giveway[torch]'"
         )
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_TURNS)
+    limit_spinning()
     from giveway.runtime.torch.backend import TorchBackend
 
     return TorchBackend(checkpoint, device=device, dtype=dtype, exact=exact, num_threads=num_threads)

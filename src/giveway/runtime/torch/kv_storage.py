@@ -132,6 +132,10 @@ class KVStorage:
         self.num_device_blocks = self.num_host_blocks = 0
         self._device, self._host = (torch.empty(0, dtype=pool.dtype) for pool in (self._device, self._host))
 
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """Both pools, device without the blank block and host: [num_blocks, *BlockShape.dimensions], for benchmarks."""
+        return self._device[: self.num_device_blocks], self._host
+
     def token_rows(self, layer: int, which: int) -> Tensor:
         """View one layer's K (which 0) or V (1) for writing.
 
