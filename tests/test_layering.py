@@ -16,7 +16,8 @@ PACKAGE = SRC / "giveway"
 # Each file of the core imports only files to its left.
 # fmt: off
 CORE_ORDER = [
-    "ids", "errors", "sampling", "config", "request", "block_pool", "prefix_index", "kv_cache", "kv_draft", "budget",
+    "ids", "errors", "sampling", "config", "request", "commands", "limits",
+    "block_pool", "prefix_index", "kv_cache", "kv_draft", "budget",
     "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_model", "state", "planner",
     "invariants", "scheduler",
 ]
@@ -139,7 +140,8 @@ sys.modules["torch"] = None  # importing it fails
 from giveway.core.config import CacheConfig, SchedulerConfig
 from giveway.core.request import RequestSpec
 from giveway.core.sampling import SamplingParams
-from giveway.core.scheduler import Scheduler, Submit
+from giveway.core.commands import Submit
+from giveway.core.scheduler import Scheduler
 from giveway.runtime.dry.dry_backend import DryBackend
 from giveway.runtime.model_executor import ModelExecutor
 

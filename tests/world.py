@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from giveway.core.commands import Abort, Command, GiveWay, Submit
 from giveway.core.config import (
     DEFAULT_CLASS,
     CacheConfig,
@@ -26,7 +27,7 @@ from giveway.core.kv_cache import BlockCopy
 from giveway.core.plan import DeferralReason, StepPlan
 from giveway.core.request import Request, RequestSpec, RequestState, slots_to_admit
 from giveway.core.sampling import SamplingParams
-from giveway.core.scheduler import Abort, Command, GiveWay, Scheduler, Submit
+from giveway.core.scheduler import Scheduler
 from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult
 from giveway.runtime.batch_builder import sample_input
 from giveway.runtime.copies import EndedCopies

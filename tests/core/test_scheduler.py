@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from giveway.core.commands import Abort
 from giveway.core.config import PreemptionChoice
 from giveway.core.errors import InvalidRequestError, InvariantError, RequestTooLargeError
 from giveway.core.events import Accepted, Refused, TokensComputed
 from giveway.core.ids import RequestId
 from giveway.core.plan import StepOutcome
 from giveway.core.request import FinishReason, RequestState, StopDecision
-from giveway.core.scheduler import Abort
 from tests.world import World
 
 

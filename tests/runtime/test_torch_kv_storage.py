@@ -228,3 +228,23 @@ def test_memory_that_torch_has_cached_on_the_gpu_counts_as_available(monkeypatch
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 70)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 30)
     assert available_bytes(torch.device("cuda")) == 540
+
+
+def test_a_large_copy_is_shared_with_a_second_thread_and_every_byte_arrives() -> None:
+    # Goal: 512 scattered blocks of 32 KiB, more than the limit from which a second thread helps.
+    shape = BlockShape(num_layers=4, block_size=16, num_kv_heads=4, head_size=16)
+    storage = KVStorage(
+        shape, num_device_blocks=600, num_host_blocks=600, dtype=torch.float32, device=torch.device("cpu")
+    )
+    device, host = storage.pools()
+    device.copy_(torch.arange(600, dtype=torch.float32).view(-1, 1, 1, 1, 1, 1).expand_as(device))
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(1)).tolist()
+    pairs = [(DeviceBlockId(block), HostBlockId(place)) for place, block in enumerate(order[:512])]
+    storage.copy_out(pairs)
+    assert all(bool((host[place] == block).all()) for block, place in pairs)
+    device.zero_()
+    storage.copy_in([(place, block) for block, place in pairs])
+    assert all(bool((device[block] == block).all()) for block, _ in pairs)
+    storage.copy_out([])
+    storage.close()
+    storage.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from giveway.core.commands import GiveWay
 from giveway.core.config import PreemptionChoice
 from giveway.core.events import Admitted, Preempted, TokensComputed
 from giveway.core.plan import DeferralReason, PreemptionMode
 from giveway.core.request import FinishReason, RequestState
-from giveway.core.scheduler import GiveWay
 from giveway.runtime.dry.scripted_copies import CopyFate
 from tests.world import World, served, victims, why_not
 

@@ -11,12 +11,13 @@ from statistics import median
 from typing import Any
 
 from giveway.bench.measure import Report
+from giveway.core.commands import Abort, GiveWay, Submit
 from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig
 from giveway.core.ids import RequestId
 from giveway.core.plan import StepOutcome, StepPlan
 from giveway.core.request import Request, RequestSpec
 from giveway.core.sampling import SamplingParams
-from giveway.core.scheduler import Abort, GiveWay, Scheduler, Submit
+from giveway.core.scheduler import Scheduler
 from giveway.core.state import RankedRequests
 
 BLOCK_SIZE = 16

@@ -11,25 +11,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
-
 from giveway.bench.measure import Report
 from giveway.core.block_pool import BlockPool
-from giveway.core.errors import ConfigError
-from giveway.core.ids import DeviceBlockId, HostBlockId
-from giveway.runtime.torch.kv_storage import BlockShape, KVStorage
+from giveway.core.ids import DeviceBlockId
+from giveway.core.plan import CopyDirection
+from giveway.runtime.torch.kv_storage import BlockShape
+from giveway.runtime.torch.swap_probe import SwapProbe
 
 SHAPE = BlockShape(num_layers=28, block_size=16, num_kv_heads=4, head_size=128)
 NUM_BLOCKS = 1280  # of either pool: 1.1 GiB
 TOKENS = (32, 256, 512, 2048, 8192)
-
-Copy = Callable[[torch.Tensor, torch.Tensor], None]  # source, target: contiguous, of one size
 
 
 def bench_swap(
@@ -39,49 +35,18 @@ def bench_swap(
 
     Raises ConfigError when the device is absent or memory is short.
     """
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"device is {device!r}; 'cpu' works everywhere, 'cuda' where PyTorch finds such a device")
-    where = torch.device(device)
-    storage = KVStorage(
-        SHAPE, num_device_blocks=num_blocks, num_host_blocks=num_blocks, dtype=torch.bfloat16, device=where
-    )
+    probe = SwapProbe(SHAPE, num_blocks=num_blocks, device=device)
     scattered = _scattered_blocks(random.Random(7), num_blocks)  # noqa: S311  # repeatable on purpose
-    with ThreadPoolExecutor(2) as threads:
-        methods = _plain_copies(where, threads)
-        rows = [_row(storage, tokens, methods, scattered, num_rounds) for tokens in sizes]
+    rows = [_row(probe, tokens, num_blocks, scattered, num_rounds) for tokens in sizes]
+    probe.close()
     settings = {
-        "device": torch.cuda.get_device_name(where) if device == "cuda" else "cpu (both pools are the same RAM)",
+        "device": probe.description,
         "shape": "28 layers, 4 KV heads, head size 128, 16 bit, 16 tokens a block",
-        "pools_gib": round(num_blocks * SHAPE.num_elements * 2 / 2**30, 2),
+        "pools_gib": round(num_blocks * probe.block_bytes / 2**30, 2),
         "rounds": num_rounds,
-        "threads": torch.get_num_threads(),
         "shares": "medians of swap over peak, pair by pair",
     }
     return Report("Swap bandwidth", settings, rows)
-
-
-def _plain_copies(device: torch.device, threads: ThreadPoolExecutor) -> dict[str, Copy]:
-    """All ways tried for the peak."""
-
-    def by_torch(source: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=device.type == "cuda")
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
-    def by_numpy(source: torch.Tensor, target: torch.Tensor) -> None:
-        np.copyto(_bytes(target), _bytes(source))
-
-    def by_two_threads(source: torch.Tensor, target: torch.Tensor) -> None:
-        sources, targets = np.array_split(_bytes(source), 2), np.array_split(_bytes(target), 2)
-        list(threads.map(np.copyto, targets, sources))
-
-    if device.type == "cuda":
-        return {"torch": by_torch}
-    return {"torch": by_torch, "numpy": by_numpy, "numpy, 2 threads": by_two_threads}
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _scattered_blocks(rng: random.Random, size: int) -> Iterator[list[int]]:
@@ -103,49 +68,45 @@ def _scattered_blocks(rng: random.Random, size: int) -> Iterator[list[int]]:
         yield free[start:] + free[:start]
 
 
-def _tables(scattered: Iterator[list[int]], num_blocks: int) -> list[int]:
-    """Return `num_blocks` different blocks, in the order in which the allocator would give them."""
-    found: dict[int, None] = {}
-    while len(found) < num_blocks:
-        found |= dict.fromkeys(next(scattered))
-    return list(found)[:num_blocks]
+def _pairs(scattered: Iterator[list[int]], num_blocks: int) -> list[tuple[int, int]]:
+    """Return pairs of different blocks, each side in the order in which the allocator would give them."""
+    sides = []
+    for _ in range(2):
+        found: dict[int, None] = {}
+        while len(found) < num_blocks:
+            found |= dict.fromkeys(next(scattered))
+        sides.append(list(found)[:num_blocks])
+    return list(zip(*sides, strict=True))
 
 
 def _row(
-    storage: KVStorage, tokens: int, methods: dict[str, Copy], scattered: Iterator[list[int]], num_rounds: int
+    probe: SwapProbe, tokens: int, pool_blocks: int, scattered: Iterator[list[int]], num_rounds: int
 ) -> dict[str, Any]:
     num_blocks = tokens // SHAPE.block_size
-    num_bytes = num_blocks * SHAPE.num_elements * 2
-    device, host = storage.pools()
-    starts = (number * num_blocks % (len(device) - num_blocks) for number in count(1))
+    starts = (number * num_blocks % (pool_blocks - num_blocks) for number in count(1))
 
-    def peak_s(method: Copy, source: torch.Tensor, target: torch.Tensor) -> float:
-        here, there = next(starts), next(starts)
-        return _seconds(lambda: method(source[here : here + num_blocks], target[there : there + num_blocks]))
+    def peak_s(direction: CopyDirection, method: str) -> float:
+        return _seconds(partial(probe.plain, direction, method, next(starts), next(starts), num_blocks))
 
-    def best(source: torch.Tensor, target: torch.Tensor) -> Copy:
-        speeds = {name: median(peak_s(method, source, target) for _ in range(5)) for name, method in methods.items()}
-        return methods[min(speeds, key=lambda name: speeds[name])]
-
-    best_out, best_in = best(device, host), best(host, device)
+    best: dict[CopyDirection, str] = {}
+    for direction in CopyDirection:
+        tried = {name: median(peak_s(direction, name) for _ in range(5)) for name in probe.plain_methods}
+        best[direction] = min(tried, key=lambda name: tried[name])
     times: dict[str, list[float]] = {}
     for _ in range(num_rounds):
-        # Other blocks in than out: what was just copied is still in the cache.
-        tables = [_tables(scattered, num_blocks) for _ in range(4)]
-        out = [(DeviceBlockId(a), HostBlockId(b)) for a, b in zip(tables[0], tables[1], strict=True)]
-        back = [(HostBlockId(a), DeviceBlockId(b)) for a, b in zip(tables[2], tables[3], strict=True)]
-        for name, work in (
-            ("out", lambda out=out: storage.copy_out(out)),
-            ("in", lambda back=back: storage.copy_in(back)),
-        ):
-            times.setdefault(name, []).append(_seconds(work))
-        times.setdefault("peak_out", []).append(peak_s(best_out, device, host))
-        times.setdefault("peak_in", []).append(peak_s(best_in, host, device))
+        for direction in CopyDirection:  # other blocks in than out: what was just copied is still in the cache
+            swap = partial(probe.swap, direction, _pairs(scattered, num_blocks))
+            times.setdefault(direction.value, []).append(_seconds(swap))
+        for direction in CopyDirection:
+            times.setdefault(f"peak_{direction.value}", []).append(peak_s(direction, best[direction]))
     for _ in range(max(num_rounds // 4, 2)):
-        pairs = list(zip(_tables(scattered, num_blocks), _tables(scattered, num_blocks), strict=True))
-        times.setdefault("naive_out", []).append(_seconds(lambda pairs=pairs: _naive(device, host, pairs)))  # type: ignore[misc]
-        times.setdefault("naive_in", []).append(_seconds(lambda pairs=pairs: _naive(host, device, pairs)))  # type: ignore[misc]
+        for direction in CopyDirection:
+            naive = partial(probe.naive, direction, _pairs(scattered, num_blocks))
+            times.setdefault(f"naive_{direction.value}", []).append(_seconds(naive))
+    return _summary(tokens, num_blocks * probe.block_bytes, times)
 
+
+def _summary(tokens: int, num_bytes: int, times: dict[str, list[float]]) -> dict[str, Any]:
     def share(way: str) -> float:
         return median(peak / swap for peak, swap in zip(times[f"peak_{way}"], times[way], strict=True))
 
@@ -163,16 +124,6 @@ def _row(
         "naive_out_ms": ms["naive_out"],
         "naive_in_ms": ms["naive_in"],
     }
-
-
-def _naive(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy as the published write-up did: layer by layer, K and V apart, block by block, 16 KB at a time."""
-    for layer in range(SHAPE.num_layers):
-        for which in (0, 1):
-            for a, b in pairs:
-                target[b, layer, which].copy_(source[a, layer, which])
-    if source.is_cuda or target.is_cuda:
-        torch.cuda.synchronize()
 
 
 def _seconds(work: Callable[[], None]) -> float:

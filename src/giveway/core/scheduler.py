@@ -9,11 +9,11 @@ discard(plan, message) -> events  executing the plan failed: exactly one of comm
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig
+from giveway.core.commands import Abort, Command, Submit
+from giveway.core.config import CacheConfig, SchedulerConfig
 from giveway.core.cost_profile import SHIPPED, CostProfile, ForwardWork
-from giveway.core.errors import InvalidRequestError, InvariantError, RequestTooLargeError
+from giveway.core.errors import InvalidRequestError, InvariantError
 from giveway.core.events import (
     Accepted,
     Admitted,
@@ -30,36 +30,12 @@ from giveway.core.ids import BlockTable, CopyId, RequestId
 from giveway.core.invariants import check_invariants
 from giveway.core.isolation import blocks_written, halves, targets_of
 from giveway.core.kv_cache import BlockCopy, CopyDirection
+from giveway.core.limits import check_limits
 from giveway.core.plan import PreemptionMode, ScheduledChunk, StepOutcome, StepPlan
 from giveway.core.planner import plan_step
 from giveway.core.policy import rank_of
-from giveway.core.request import FinishReason, Request, RequestSpec, RequestState, blocks_to_finish
+from giveway.core.request import FinishReason, Request, RequestSpec, RequestState
 from giveway.core.state import SchedulerState
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A new request."""
-
-    spec: RequestSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """A request is no longer wanted; unknown ids are ignored, for it may just have finished."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class GiveWay:
-    """A resident is to give way in the next step, for nobody in particular; no-op for anybody else."""
-
-    request_id: RequestId
-    choice: PreemptionChoice
-
-
-Command = Submit | Abort | GiveWay
 
 
 class Scheduler:
@@ -89,26 +65,7 @@ class Scheduler:
 
     def check_request(self, spec: RequestSpec) -> None:
         """Raise InvalidRequestError if the request can never be served. Reads configuration only."""
-        num_prompt, num_output = len(spec.prompt_token_ids), spec.max_new_tokens
-        asked = f"request {spec.request_id!r} can never fit: {num_prompt} prompt + {num_output} output tokens"
-        config, cache = self._state.config, self._state.cache_config
-        if not num_prompt:
-            raise InvalidRequestError(f"request {spec.request_id!r} has an empty prompt; at least 1 token is needed")
-        if num_output < 1:
-            raise InvalidRequestError(f"request {spec.request_id!r}: max_tokens is {num_output}; at least 1")
-        if num_prompt + num_output > config.max_model_len:
-            raise RequestTooLargeError(
-                f"{asked}, max_model_len is {config.max_model_len}. "
-                + _lower_max_tokens(config.max_model_len - num_prompt)
-                + " or raise --max-model-len."
-            )
-        needed = blocks_to_finish(spec, cache.block_size)
-        if needed > cache.num_device_blocks:
-            raise RequestTooLargeError(
-                f"{asked} need {needed} KV blocks, the device pool has {cache.num_device_blocks} "
-                f"({cache.block_size} tokens each). {_lower_max_tokens(cache.num_device_slots + 1 - num_prompt)} "
-                f"or raise --num-kv-blocks to {needed}."
-            )
+        check_limits(spec, self._state.config, self._state.cache_config)
 
     # Accept
 
@@ -481,7 +438,3 @@ class Scheduler:
                 del targets[request_id]
         if not targets or (plan.is_empty and not state.kv.has_live_copies):
             state.suspects = state.suspects[1:]
-
-
-def _lower_max_tokens(limit: int) -> str:
-    return f"Lower max_tokens to {limit}" if limit >= 1 else "Shorten the prompt"

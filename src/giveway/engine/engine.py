@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
+from giveway.core.commands import Abort, Command, GiveWay, Submit
 from giveway.core.config import PreemptionChoice
 from giveway.core.errors import GiveWayError, InvalidRequestError, InvariantError, KVCacheFullError
 from giveway.core.events import StepEvent
@@ -17,7 +18,7 @@ from giveway.core.ids import RequestId
 from giveway.core.plan import StepOutcome, StepPlan
 from giveway.core.request import RequestSpec, StopDecision
 from giveway.core.sampling import SamplingParams
-from giveway.core.scheduler import Abort, Command, GiveWay, Scheduler, Submit
+from giveway.core.scheduler import Scheduler
 from giveway.core.tokenizing import Tokenizing
 from giveway.engine.clock import Clock
 from giveway.engine.intake import Intake, Prompt
