@@ -12,6 +12,7 @@ async def stream(engine: AsyncEngine, prompt: str, priority: int) -> None:
 
 
 async def main() -> None:
+    print("The tiny model has random weights: its text means nothing.")
     async with AsyncEngine(build_engine(EngineOptions(model="tiny")).engine) as engine:
         await asyncio.gather(stream(engine, "a question", 0), stream(engine, "nightly work", 30))
 

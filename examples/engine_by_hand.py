@@ -1,4 +1,4 @@
-"""The loop itself: submit at any time, step, and look at what each step does. No weights: a dry run."""
+"""The loop itself: submit at any time, step, and look at each step. A dry run: no weights, the tokens mean nothing."""
 
 from giveway import EngineOptions, SamplingParams
 from giveway.build import build_engine

@@ -12,6 +12,8 @@ import pytest
 
 from giveway.cli.__main__ import main
 
+DRY_NOTICE = "dry run: no model, the text means nothing\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -28,8 +30,9 @@ def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
     for name in [name for name in os.environ if name.startswith("GIVEWAY_")]:
         monkeypatch.delenv(name)
 
-    def run(*arguments: object, stdin: str = "") -> Result:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def run(*arguments: object, stdin: str | bytes = "") -> Result:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         code = main([str(argument) for argument in arguments])
         captured = capfd.readouterr()
         return Result(code, captured.out, captured.err)

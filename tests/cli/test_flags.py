@@ -54,6 +54,16 @@ def test_sizes_have_units_and_a_bare_number_has_the_unit_of_its_field(resolve: A
     assert (options.kv_cache_memory_bytes, options.swap_space) == (512 << 20, 2 * GIB)
 
 
+def test_of_two_sizes_of_the_pool_the_one_that_is_ignored_is_told(cli: Cli) -> None:
+    result = cli("info", "--device", "dry", "--num-kv-blocks", 8, "--kv-cache-memory-bytes", "1GiB")
+    assert result.code == 0
+    assert result.err == (
+        "warning: --kv-cache-memory-bytes is ignored, because --num-kv-blocks sets the size of the KV pool\n"
+    )
+    assert "blocks that fit  8 (128 tokens)" in result.out
+    assert cli("info", "--device", "dry", "--num-kv-blocks", 8).err == ""
+
+
 def test_switches_can_be_turned_both_ways(resolve: Any) -> None:
     assert resolve("--exact")[0].exact is True
     assert resolve("--no-exact")[0].exact is False
@@ -92,11 +102,12 @@ def test_the_file_may_be_named_in_the_environment(
         ("[genrate]\n", "table [genrate] is not a command. Did you mean generate?"),
         ("max_tokens = 1", "max_tokens is not an engine setting; put it below [generate]"),
         ("max_num_seqs = ", "not valid TOML"),
+        ("seed = 1 # \udcff", "not UTF-8 (byte 11)"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(cli: Cli, tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "giveway.toml"
-    file.write_text(content)
+    file.write_bytes(content.encode(errors="surrogateescape"))
     result = cli("generate", "x", "--config", file)
     assert result.code == 1
     assert result.err.startswith(f"error: {file}: ")

@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cli.conftest import Cli
+import pytest
+
+from giveway.cli import chat
+from giveway.core.sampling import MAX_STOP_STRINGS
+from tests.cli.conftest import DRY_NOTICE, Cli
 
 
 def test_the_answer_is_that_of_the_library(cli: Cli) -> None:
@@ -19,22 +23,22 @@ def test_the_answer_is_that_of_the_library(cli: Cli) -> None:
     with LLM(device="dry") as llm:
         wanted = llm.generate("hello", SamplingParams(max_tokens=12, temperature=0))[0].text
     result = cli("generate", "hello", "--raw", "--device", "dry", "-n", 12, "--temperature", 0)
-    assert (result.code, result.out, result.err) == (0, wanted + "\n", "")
+    assert (result.code, result.out, result.err) == (0, wanted + "\n", DRY_NOTICE)
 
 
 def test_the_prompt_goes_through_the_chat_template_unless_raw(cli: Cli) -> None:
     # "hi" are two tokens for the tokenizer of bytes; the template adds its own.
     raw = cli("generate", "hi", "--raw", "--stats", "--device", "dry", "-n", 1)
-    chat = cli("generate", "hi", "--stats", "--device", "dry", "-n", 1)
+    templated = cli("generate", "hi", "--stats", "--device", "dry", "-n", 1)
     system = cli("generate", "hi", "--system", "be brief", "--stats", "--device", "dry", "-n", 1)
-    assert raw.err.startswith("2 prompt tokens, 1 output tokens (length); first token after ")
-    lengths = [int(result.err.split()[0]) for result in (raw, chat, system)]
+    assert raw.err.startswith(DRY_NOTICE + "2 prompt tokens, 1 output tokens (length); first token after ")
+    lengths = [int(result.err.removeprefix(DRY_NOTICE).split()[0]) for result in (raw, templated, system)]
     assert lengths == sorted(set(lengths))
 
 
 def test_a_dash_reads_standard_input(cli: Cli) -> None:
     result = cli("generate", "-", "--raw", "--stats", "--device", "dry", "-n", 1, stdin="four")
-    assert result.err.startswith("4 prompt tokens")
+    assert result.err.startswith(DRY_NOTICE + "4 prompt tokens")
 
 
 def test_a_temperature_of_zero_is_a_wish(cli: Cli) -> None:
@@ -88,7 +92,7 @@ def test_off_a_terminal_every_line_is_a_message_and_every_answer_a_line(cli: Cli
 def test_the_conversation_is_remembered_until_reset(cli: Cli) -> None:
     lines = "hello\nhello\n/reset\nhello\n"
     result = cli("chat", "--device", "dry", "-n", 8, "--temperature", 0, "--stats", stdin=lines)
-    lengths = [int(line.split()[0]) for line in result.err.splitlines()]
+    lengths = [int(line.split()[0]) for line in result.err.removeprefix(DRY_NOTICE).splitlines()]
     assert lengths[1] > lengths[0]
     assert lengths[2] == lengths[0]
     answers = result.out.splitlines()
@@ -106,4 +110,61 @@ def test_what_no_longer_fits_is_left_out_with_a_notice(cli: Cli) -> None:
 def test_a_message_that_can_never_fit_is_an_error_that_names_it(cli: Cli) -> None:
     result = cli("chat", "--device", "dry", "-n", 8, "--max-model-len", 64, stdin="x" * 200 + "\n")
     assert result.code == 1
-    assert result.err.startswith("error: message 'xxxxx")
+    assert result.err.startswith(DRY_NOTICE + "error: message 'xxxxx")
+
+
+# Text that means nothing, and bytes that are no text
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])
+def test_the_noise_of_the_tiny_model_is_not_taken_for_a_fault(cli: Cli, command: tuple[str, ...]) -> None:
+    result = cli(*command, "-m", "tiny", "--device", "cpu", "-n", 2, "--num-kv-blocks", 8, stdin="x\n")
+    assert result.code == 0
+    assert "tiny: a model with random weights, the text means nothing\n" in result.err
+
+
+def test_standard_input_that_is_not_utf8_is_named_with_the_place(cli: Cli) -> None:
+    result = cli("generate", "-", "--device", "dry", stdin=b"ab\xffcd")
+    assert (result.code, result.err) == (1, "error: standard input is not UTF-8 (byte 2)\n")
+    result = cli("chat", "--device", "dry", "-n", 2, stdin=b"hello\nab\xff\n")
+    assert (result.code, result.err) == (1, DRY_NOTICE + "error: standard input is not UTF-8 (byte 8)\n")
+
+
+def test_a_locale_without_utf8_does_not_smuggle_bytes_in_as_surrogates() -> None:
+    command = [sys.executable, "-m", "giveway", "generate", "-", "--device", "dry", "-n", "2"]
+    environment = {**os.environ, "LC_ALL": "C"}
+    result = subprocess.run(command, input=b"\xc3\xa9\xff", env=environment, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (1, b"error: standard input is not UTF-8 (byte 2)\n")
+
+
+def test_an_argument_that_is_not_utf8_is_named_with_the_place(cli: Cli) -> None:
+    # Python keeps the byte 0xff of an argument as the surrogate U+DCFF.
+    assert cli("generate", "é\udcff", "--device", "dry").err == "error: PROMPT is not UTF-8 (byte 2)\n"
+    system = cli("chat", "--system", "\udcff", "--device", "dry")
+    assert (system.code, system.err) == (1, "error: --system is not UTF-8 (byte 0)\n")
+
+
+def test_a_message_typed_in_another_encoding_does_not_end_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Unused:
+        def ask(self, *_: object) -> str:
+            raise AssertionError("what is no text must not reach the model")
+
+    answers = iter(["", "\udcff", "/exit"])
+
+    def typed(_: str) -> str:
+        answer = next(answers)
+        if not answer:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+        return answer
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert chat._talk(Unused(), "a model", stats=False) == 0
+    assert capsys.readouterr().err == "error: the line is not UTF-8 (byte 0)\n" * 2
+
+
+def test_help_says_how_many_stop_texts_there_may_be(cli: Cli) -> None:
+    text = " ".join(cli("generate", "--help").out.split())
+    assert f"may be given several times, at most {MAX_STOP_STRINGS}." in text
+    assert cli("generate", "x", "--device", "dry", *["--stop=x"] * (MAX_STOP_STRINGS + 1)).code == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 from tests.cli.conftest import Cli
 
@@ -36,6 +38,49 @@ def test_the_embedded_model_is_the_default_and_its_weights_are_not_loaded(cli: C
     assert "30 layers, 9 heads, 3 KV heads, head size 64, hidden 576, inner 1536" in result.out
     assert "weights, stored  93.8 MiB" in result.out
     assert "blocks that fit  128 (2048 tokens)" in result.out
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        'import sys; sys.modules["torch"] = None\n'  # importing it fails, and looking for it finds nothing
+        "from giveway.cli.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_missing_torch_does_not_hide_what_the_files_say() -> None:
+    for arguments, line in ((("info",), "30 layers, 9 heads"), (("info", "tiny"), "2 layers, 4 heads")):
+        result = without_torch(*arguments)
+        assert result.returncode == 0
+        assert f"geometry         {line}" in result.stdout
+        assert "blocks that fit  not known; name a size with" in result.stdout
+        assert result.stderr.startswith("warning: PyTorch is not installed: ")
+        assert "`pip install 'giveway[torch]'` (from a clone: `pip install '.[torch]'`)" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_torch_leaves_the_sizes_that_were_named() -> None:
+    result = without_torch("info", "tiny", "--num-kv-blocks", "40", "--dtype", "bfloat16", "--json")
+    facts = json.loads(result.stdout)
+    assert (facts["num_kv_blocks"], facts["num_kv_tokens"], facts["num_host_blocks"]) == (40, 640, 20)
+    assert (facts["device"], facts["dtype"], facts["kv_bytes_per_token"]) == ("cpu", "bfloat16", 256)
+    assert json.loads(without_torch("info", "tiny", "--json").stdout)["num_kv_blocks"] is None
+
+
+def test_a_missing_torch_is_named_when_cuda_is_asked_about() -> None:
+    result = without_torch("info", "tiny", "--device", "cuda")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: device is 'cuda', and only PyTorch can tell what it has. Install it with")
+
+
+def test_the_dry_run_is_told_as_such_also_without_torch(cli: Cli) -> None:
+    result = without_torch("info", "--device", "dry")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "none: this is the dry run, which schedules without weights; its text means nothing" in result.stdout
+    assert "blocks that fit  512 (8192 tokens)" in result.stdout
+    dry, tiny = (json.loads(cli("info", "tiny", "--json", "--device", device).out) for device in ("dry", "cpu"))
+    assert list(dry) == list(tiny)
+    assert (dry["model"], dry["architecture"], dry["device"]) == ("dry run", None, "dry")
 
 
 def test_what_is_not_a_model_is_an_error(cli: Cli) -> None:

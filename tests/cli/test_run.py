@@ -10,43 +10,31 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from giveway.build import build_engine
-from giveway.cli.run_input import InputLine, read_lines
+from giveway.cli.run_input import InputLine, parse_request
 from giveway.cli.run_output import OutputFile
 from giveway.cli.run_requests import REQUESTS_PER_SEAT, RequestRun, RunSettings
+from giveway.cli.run_source import open_source
 from giveway.core.errors import ConfigError
 from giveway.options import EngineOptions
 from tests.cli.conftest import Cli
-
-DRY = ("--device", "dry", "--temperature", 0)
-
-
-def write_lines(path: Path, lines: Iterable[Any]) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
+from tests.cli.run_files import DRY, records, ten_lines, texts, write_lines
 
 
-def records(path: Path) -> dict[int, dict[str, Any]]:
-    """Answers by line number; each line once."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    by_line = {record["line"]: record for record in found}
-    assert len(by_line) == len(found)
-    return by_line
-
-
-def texts(path: Path) -> dict[int, str]:
-    return {number: record["text"] for number, record in records(path).items()}
+def lines_of(path: Path, max_line_bytes: int) -> Iterator[InputLine]:
+    with open_source(str(path)) as source:
+        yield from source.lines(max_line_bytes)
 
 
 @pytest.fixture
 def ten(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "in.jsonl", [{"prompt": f"hello {n}", "max_tokens": 4 + n} for n in range(10)])
+    return ten_lines(tmp_path)
 
 
 def test_every_line_is_answered_with_what_the_library_says(cli: Cli, tmp_path: Path) -> None:
@@ -97,6 +85,12 @@ def test_every_line_is_answered_with_what_the_library_says(cli: Cli, tmp_path: P
         ('{"prompt": "x", "max_tokens": 99999}', "can never fit"),
         ("[" * 100_000, "the line is"),
         ('{"prompt": "\\ud800"}', "lone surrogate"),
+        ('{"prompt": "x", "id": "a\\ud800"}', "id is 'a\\ud800': a lone surrogate, which the output cannot carry"),
+        ('{"prompt": "x", "custom_id": "\\udfff"}', "a lone surrogate"),
+        ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", ""),
+        ('{"prompt": "x", "logit_bias": {"5": 1' + "0" * 400 + "}}", ""),
+        ('{"prompt": "x", "max_tokens": 1' + "0" * 4000 + "}", ""),
+        ('{"prompt": "x", "temperature": 1e999}', "temperature is inf"),
     ],
 )
 def test_a_bad_line_gets_an_error_record_and_harms_no_other(cli: Cli, tmp_path: Path, line: str, message: str) -> None:
@@ -110,12 +104,33 @@ def test_a_bad_line_gets_an_error_record_and_harms_no_other(cli: Cli, tmp_path: 
     assert result.err.startswith("2 answered, 1 errors")
 
 
+@pytest.mark.parametrize("fault", [ValueError, TypeError, OverflowError, RecursionError, KeyError])
+def test_a_fault_while_a_request_is_made_is_that_of_its_line(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
+) -> None:
+    # Goal: a check that was forgotten costs one record, not the run.
+    def careless(values: Any, priority_field: str) -> Any:
+        if values["prompt"] == "bad":
+            raise fault("x" * 1000)
+        return parse_request(values, priority_field)
+
+    monkeypatch.setattr("giveway.cli.run_requests.parse_request", careless)
+    lines = [{"prompt": text, "max_tokens": 3, "id": text} for text in ("good", "bad", "fine")]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert cli("run", source, "-o", out, *DRY).code == 0
+    found = records(out)
+    assert (found[2]["id"], found[2]["error"]["type"]) == ("bad", "InvalidRequestError")
+    assert found[2]["error"]["message"].startswith(f"no request can be made of the line ({fault.__name__}: ")
+    assert len(found[2]["error"]["message"]) < 300
+    assert all("text" in found[number] for number in (1, 3))
+
+
 def test_a_line_that_is_not_utf8_or_too_long_gets_an_error_record(cli: Cli, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b'\xff\n{"prompt": "' + b"x" * 5000 + b'"}\n{"prompt": "hello", "max_tokens": 3}')
     assert cli("run", source, "-o", out, *DRY, "--max-line-bytes", 1000).code == 0
     found = records(out)
-    assert "not UTF-8" in found[1]["error"]["message"]
+    assert "the line is not UTF-8 (byte 0)" in found[1]["error"]["message"]
     assert "longer than 1000 bytes" in found[2]["error"]["message"]
     assert len(found[3]["text"]) > 0
 
@@ -125,11 +140,11 @@ def test_reading_keeps_no_more_of_a_line_than_the_limit_and_hashes_all_of_it(tmp
     first.write_bytes(b"x" * 3_000_000 + b"1\nnext\n")
     second.write_bytes(b"x" * 3_000_000 + b"2\nnext\n")
     short.write_bytes(b"x" * 10 + b"\nnext")
-    (long_1, next_1), (long_2, next_2) = read_lines(first, 10), read_lines(second, 10)
+    (long_1, next_1), (long_2, next_2) = lines_of(first, 10), lines_of(second, 10)
     assert long_1.content is long_2.content is None
     assert long_1.digest != long_2.digest
     assert next_1 == next_2 == InputLine(2, next_1.digest, b"next")
-    assert [line.content for line in read_lines(short, 10)] == [b"x" * 10, b"next"]
+    assert [line.content for line in lines_of(short, 10)] == [b"x" * 10, b"next"]
 
 
 def test_the_class_comes_from_the_field_that_was_named(cli: Cli, tmp_path: Path) -> None:
@@ -157,7 +172,7 @@ def test_no_more_than_a_few_requests_a_seat_are_under_way(tmp_path: Path) -> Non
 
     def lines() -> Any:
         nonlocal num_read
-        for line in read_lines(source, 1000):
+        for line in lines_of(source, 1000):
             num_read += 1
             yield line
 
@@ -230,7 +245,18 @@ def test_an_output_that_belongs_to_another_input_is_refused_and_left_alone(cli: 
 
 
 @pytest.mark.parametrize(
-    "content", ["my diary\n", "my diary", '{"line": 1}\n', '{"line": 1, "input_hash": "zz"}\n', "7\n"]
+    "content",
+    [
+        "my diary\n",
+        "my diary",
+        '{"line": 1}\n',
+        '{"line": 1, "input_hash": "zz"}\n',
+        "7\n",
+        "[1]\n",
+        '{"line": 1e999, "input_hash": "00"}\n',
+        '{"line": "1", "input_hash": "00"}\n',
+        '{"line": 1, "input_hash": 0}\n',
+    ],
 )
 def test_a_file_that_is_no_output_is_refused_and_left_alone(cli: Cli, ten: Path, tmp_path: Path, content: str) -> None:
     out = tmp_path / "notes.txt"
@@ -260,6 +286,15 @@ def test_an_absent_input_is_named(cli: Cli, tmp_path: Path) -> None:
     result = cli("run", tmp_path / "no.jsonl", "-o", tmp_path / "out.jsonl", *DRY)
     assert (result.code, result.err) == (1, f"error: {tmp_path}/no.jsonl: cannot be read: No such file or directory\n")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_help_shows_a_line_of_either_side(cli: Cli) -> None:
+    lines = [line.strip() for line in cli("run", "--help").out.splitlines()]
+    asked = json.loads(lines[lines.index("A line of INPUT:") + 1])
+    assert "prompt" in asked
+    start = lines.index("Its line of the output, here in three:") + 1
+    answer = json.loads("".join(lines[start : start + 3]).replace(", ...", ""))
+    assert list(answer) == ["line", "input_hash", "id", "text", "finish_reason", "usage", "stats"]
 
 
 # Trouble while writing

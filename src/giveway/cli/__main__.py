@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 from giveway import __version__
+from giveway.cli.environment import warn_about_unknown_variables
 from giveway.cli.lazy_group import LazyGroup
 from giveway.cli.session import Session
 from giveway.core.errors import GiveWayError
@@ -29,7 +30,12 @@ COMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, commands_by_name=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    commands_by_name=COMMANDS,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, "--version", message="giveway %(version)s")
 @click.option("--debug", is_flag=True, envvar="GIVEWAY_DEBUG", help="Show the traceback of an error.")
 @click.pass_context
@@ -40,10 +46,15 @@ def giveway(ctx: click.Context, debug: bool) -> None:
     in a TOML file named with --config. A flag wins over the environment, the environment over the file.
     """
     ctx.ensure_object(Session).debug |= debug
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        return
+    warn_about_unknown_variables(os.environ, ctx)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line; return the exit code. A standard stream that is closed becomes one to nowhere."""
+    _open_closed_streams()
     session, notices = Session(), _Notices(logging.WARNING)
     logger = logging.getLogger("giveway")
     logger.addHandler(notices)
@@ -94,6 +105,16 @@ def _report(error: Exception, session: Session) -> int:
 
 def _say_error(message: str) -> None:
     print("error: " + " ".join(message.split()), file=sys.stderr)
+
+
+def _open_closed_streams() -> None:
+    """Replace absent streams (`>&-`): without one, what is printed to it goes astray, and a file may get its number.
+
+    In this order each new stream gets the lowest free descriptor, which is the one that was closed.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # as long-lived as the process
 
 
 def _silence_stdout() -> None:

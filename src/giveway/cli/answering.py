@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from giveway.core.errors import RequestFailedError
@@ -11,6 +12,7 @@ from giveway.engine.engine import Engine
 from giveway.engine.intake import Prompt
 from giveway.engine.interrupts import Interrupt
 from giveway.engine.outputs import RequestOutput
+from giveway.options import EngineOptions
 
 
 def stream_answer(
@@ -32,6 +34,14 @@ def stream_answer(
                     return update.result
             if interrupt.is_wanted:
                 engine.abort(name)
+
+
+def tell_if_meaningless(options: EngineOptions) -> None:
+    """Print one line to standard error when what will answer is no trained model: its text looks like a fault."""
+    if options.device == "dry":
+        print("dry run: no model, the text means nothing", file=sys.stderr, flush=True)
+    elif options.model == "tiny":
+        print("tiny: a model with random weights, the text means nothing", file=sys.stderr, flush=True)
 
 
 def describe(output: RequestOutput) -> str:

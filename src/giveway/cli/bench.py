@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from giveway.bench.measure import Report
 
 
-@click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
-def command() -> None:
+@click.group("bench", invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.pass_context
+def command(ctx: click.Context) -> None:
     """Measure: each prints machine, settings and a table."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def _takes_report_options(function: Callable[..., Any]) -> Callable[..., Any]:
     function = flag("quick", is_flag=True, help="Fewer rounds: under 30 seconds.")(function)
     return flag(
         "json",
-        into="result_file",
+        into="json_file",
+        variable="json_file",
         metavar="FILE",
         help="Also write machine, settings and rows to this file.",
         type=click.Path(dir_okay=False),
@@ -37,35 +41,49 @@ def _takes_report_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @command.command("exact")
 @_takes_report_options
 @takes_engine_options(only=("model", "device", "dtype", "num_threads"))
-def exact(options: EngineOptions, quick: bool, result_file: str | None) -> None:
+def exact(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """What exactness costs: decode and prefill with and without it, alternating."""
     from giveway.bench.exact import bench_exact
 
     report = bench_exact(options, num_rounds=2 if quick else 7, num_steps=16 if quick else 32)
-    _show(report, result_file)
+    _show(report, json_file)
 
 
 @command.command("start")
 @_takes_report_options
 @takes_engine_options(only=("model",))
-def start(options: EngineOptions, quick: bool, result_file: str | None) -> None:
+def start(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Process start to first token, and what loading the weights takes of memory."""
     from giveway.bench.start import bench_start
 
-    _show(bench_start(options.model, num_rounds=2 if quick else 5), result_file)
+    _show(bench_start(options.model, num_rounds=2 if quick else 5), json_file)
 
 
 @command.command("scheduler")
 @_takes_report_options
 @takes_engine_options(only=())
-def scheduler(options: EngineOptions, quick: bool, result_file: str | None) -> None:  # noqa: ARG001
+def scheduler(options: EngineOptions, quick: bool, json_file: str | None) -> None:  # noqa: ARG001
     """What scheduling itself costs: state changes, whole preemptions, plan + commit of a step."""
     from giveway.bench.scheduler import bench_scheduler
 
-    _show(bench_scheduler(num_rounds=40 if quick else 200), result_file)
+    _show(bench_scheduler(num_rounds=40 if quick else 200), json_file)
 
 
-def _show(report: Report, result_file: str | None) -> None:
+@command.command("swap")
+@_takes_report_options
+@takes_engine_options(only=("device",))
+def swap(options: EngineOptions, quick: bool, json_file: str | None) -> None:
+    """Bandwidth of swapping a 7B model's KV against the peak of the same link, and against the naive method."""
+    from giveway.runtime.torch import limit_spinning
+
+    limit_spinning()
+    from giveway.bench.swap import bench_swap
+
+    device = "cpu" if options.device == "auto" else options.device
+    _show(bench_swap(device, num_rounds=4 if quick else 20), json_file)
+
+
+def _show(report: Report, json_file: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -82,12 +100,12 @@ def _show(report: Report, result_file: str | None) -> None:
     for row in report.rows:
         table.add_row(*(_cell(row.get(name, "")) for name in columns))
     console.print(table)
-    if result_file is not None:
+    if json_file is not None:
         try:
-            Path(result_file).write_text(json.dumps(content, indent=2) + "\n")
+            Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             raise OutputFileError(
-                f"{result_file}: cannot be written: {error.strerror}. Name another file with --json."
+                f"{json_file}: cannot be written: {error.strerror}. Name another file with --json."
             ) from error
 
 

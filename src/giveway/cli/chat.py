@@ -26,11 +26,15 @@ def command(options: EngineOptions, sampling: dict[str, Any], system: str | None
     answer is one line of standard output.
     """
     from giveway.build import build_engine
+    from giveway.cli.answering import tell_if_meaningless
     from giveway.cli.conversation import Conversation
+    from giveway.cli.standard_input import check_utf8
     from giveway.core.sampling import SamplingParams
 
     params = SamplingParams(**sampling)
+    check_utf8(system or "", "--system")
     built = build_engine(options)
+    tell_if_meaningless(options)
     try:
         conversation = Conversation(built, params, system)
         if sys.stdin.isatty():
@@ -56,6 +60,9 @@ def _talk(conversation: Any, description: str, stats: bool) -> int:
         except KeyboardInterrupt:
             print("\n(/exit or Ctrl-D ends the chat)")
             continue
+        except UnicodeDecodeError as error:
+            print(f"error: the line is not UTF-8 (byte {error.start})", file=sys.stderr)
+            continue
         if line == "/exit":
             return 0
         if line == "/reset":
@@ -67,9 +74,11 @@ def _talk(conversation: Any, description: str, stats: bool) -> int:
 
 
 def _answer_aloud(conversation: Any, line: str, stats: bool) -> None:
+    from giveway.cli.standard_input import check_utf8
     from giveway.core.errors import InvalidRequestError, RequestFailedError
 
     try:
+        check_utf8(line, "the line")
         conversation.ask(line, lambda text: print(text, end="", flush=True))
     except (InvalidRequestError, RequestFailedError) as error:  # this message's fault; the chat goes on
         print(f"error: {error}", file=sys.stderr)
@@ -80,9 +89,10 @@ def _answer_aloud(conversation: Any, line: str, stats: bool) -> None:
 
 
 def _answer_lines(conversation: Any, stats: bool) -> int:
+    from giveway.cli.standard_input import stdin_lines
     from giveway.core.errors import GiveWayError
 
-    for line in sys.stdin:
+    for line in stdin_lines():
         text = line.strip()
         if text == "/exit":
             return 0

@@ -16,13 +16,14 @@ from giveway.options import EngineOptions
 @flag("write_up", is_flag=True, help="Run the preemption tutorial's demonstration on the tiny model instead.")
 @flag(
     "json",
-    into="result_file",
+    into="json_file",
+    variable="json_file",
     metavar="FILE",
     help="Also write the results to this file.",
     type=click.Path(dir_okay=False),
 )
 @takes_engine_options(only=("model", "device", "dtype", "exact", "num_threads", "check_invariants"))
-def command(options: EngineOptions, write_up: bool, result_file: str | None) -> int:
+def command(options: EngineOptions, write_up: bool, json_file: str | None) -> int:
     """See background work give way to urgent questions, and lose nothing.
 
     Eight stories are written in a pool that is too small for them; three urgent questions arrive meanwhile. The same
@@ -36,7 +37,7 @@ def command(options: EngineOptions, write_up: bool, result_file: str | None) -> 
     from giveway.demo.display import make_display
     from giveway.demo.show import run_demo
 
-    target = _open_target(result_file)
+    target = _open_target(json_file)
     if write_up:
         options = replace(options, model=options.model or "tiny")
     make = workload.write_up if write_up else workload.urgent_among_background
@@ -46,11 +47,11 @@ def command(options: EngineOptions, write_up: bool, result_file: str | None) -> 
     return 0 if result.is_as_promised else 1
 
 
-def _open_target(result_file: str | None) -> Path | None:
+def _open_target(json_file: str | None) -> Path | None:
     """Fail before the work, not after it, when the file cannot be written."""
-    if result_file is None:
+    if json_file is None:
         return None
-    path = Path(result_file)
+    path = Path(json_file)
     try:
         path.open("a").close()
     except OSError as error:

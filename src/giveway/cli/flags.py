@@ -5,7 +5,8 @@ Flag, then environment (GIVEWAY_<NAME>), then the file named with --config, then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import Field, fields
 from functools import wraps
@@ -17,9 +18,12 @@ import click
 from giveway.cli.config_file import read_config_file
 from giveway.cli.session import Session
 from giveway.core.errors import ConfigError
+from giveway.core.sampling import MAX_STOP_STRINGS
 from giveway.options import EngineOptions, parse_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+logger = logging.getLogger("giveway")
 
 ENGINE_NAMES = tuple(field.name for field in fields(EngineOptions))
 
@@ -75,11 +79,13 @@ def flag(
     *more: str,
     help: str,  # noqa: A002  # the name that click gives it
     into: str | None = None,
+    variable: str | None = None,
     **settings: Any,
 ) -> Callable[[Decorated], Decorated]:
     """Declare an option called `name`, a Python name; its flag has dashes, its variable GIVEWAY_ in front.
 
-    more: further spellings. into: parameter that receives it, if not `name`. The rest goes to click.option.
+    more: further spellings. into: parameter that receives it, if not `name`. variable: what comes after GIVEWAY_, if
+    not `name`: two commands must not read different things from one variable. The rest goes to click.option.
     """
     dashed = name.replace("_", "-")
     declaration = f"--{dashed}/--no-{dashed}" if settings.pop("is_switch", False) else f"--{dashed}"
@@ -88,7 +94,7 @@ def flag(
         declaration,
         *more,
         into or name,
-        envvar=f"GIVEWAY_{name.upper()}",
+        envvar=f"GIVEWAY_{(variable or name).upper()}",
         help=help,
         show_default=show_default,
         **settings,
@@ -125,6 +131,7 @@ def takes_engine_options(
         @wraps(function)
         def with_options(**values: Any) -> Any:
             given = {field.name: values.pop(field.name) for field in chosen}
+            _tell_what_is_ignored(given)
             return function(options=EngineOptions(**given), **values)
 
         decorated: Callable[..., Any] = _config_flag(_debug_flag(with_options))
@@ -133,6 +140,11 @@ def takes_engine_options(
         return decorated
 
     return decorate
+
+
+def _tell_what_is_ignored(given: Mapping[str, Any]) -> None:
+    if given.get("num_kv_blocks") is not None and given.get("kv_cache_memory_bytes") is not None:
+        logger.warning("--kv-cache-memory-bytes is ignored, because --num-kv-blocks sets the size of the KV pool")
 
 
 def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
@@ -210,9 +222,10 @@ def takes_sampling(*, max_tokens: int | None) -> Callable[[Callable[..., Any]], 
 
         decorated: Callable[..., Any] = with_sampling
         decorated = flag("ignore_eos", help="Go on after the model's end of text.", is_flag=True)(decorated)
-        decorated = flag("stop", help="End before this text; may be given several times.", multiple=True)(decorated)
-        for name, (kind, text) in reversed(_SAMPLING.items()):
-            decorated = flag(name, help=text, type=kind)(decorated)
+        text = f"End before this text; may be given several times, at most {MAX_STOP_STRINGS}."
+        decorated = flag("stop", help=text, multiple=True)(decorated)
+        for name, (kind, meaning) in reversed(_SAMPLING.items()):
+            decorated = flag(name, help=meaning, type=kind)(decorated)
         text = "Output tokens at most." + ("" if max_tokens is not None else " Default: what fits.")
         return flag("max_tokens", "-n", help=text, type=WholeNumber(), default=max_tokens)(decorated)
 

@@ -8,10 +8,9 @@ from typing import Any
 import click
 
 from giveway.cli.flags import flag, takes_engine_options, takes_sampling
-from giveway.core.errors import InvalidRequestError
 from giveway.options import EngineOptions
 
-MAX_STDIN_CHARACTERS = 16 << 20
+MAX_STDIN_BYTES = 16 << 20
 
 
 @click.command("generate")
@@ -30,15 +29,19 @@ def command(
     which is what a model without a template needs. --seed makes a sampled answer repeatable.
     """
     from giveway.build import build_engine
-    from giveway.cli.answering import describe, stream_answer
+    from giveway.cli.answering import describe, stream_answer, tell_if_meaningless
+    from giveway.cli.standard_input import check_utf8, read_stdin
     from giveway.core.request import FinishReason
     from giveway.core.sampling import SamplingParams
 
     if raw and system is not None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out; put it into the prompt.")
     params = SamplingParams(seed=options.seed, **sampling)
-    text = _read_stdin() if prompt == "-" else prompt
+    check_utf8(prompt, "PROMPT")
+    check_utf8(system or "", "--system")
+    text = read_stdin(MAX_STDIN_BYTES) if prompt == "-" else prompt
     built = build_engine(options)
+    tell_if_meaningless(options)
     try:
         if raw:
             result = stream_answer(built.engine, text, params, _say)
@@ -57,13 +60,3 @@ def command(
 
 def _say(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _read_stdin() -> str:
-    try:
-        text = sys.stdin.read(MAX_STDIN_CHARACTERS + 1)
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"standard input is not valid text: {error}") from error
-    if len(text) > MAX_STDIN_CHARACTERS:
-        raise InvalidRequestError(f"standard input holds more than {MAX_STDIN_CHARACTERS} characters")
-    return text

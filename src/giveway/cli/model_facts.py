@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from giveway.build import format_bytes, size_pools
-from giveway.core.config import blocks_for
-from giveway.core.errors import ConfigError
+from giveway.build import format_bytes, load_model, size_pools
+from giveway.core.config import CacheConfig, blocks_for
+from giveway.core.errors import MissingDependencyError
 from giveway.options import EngineOptions
 from giveway.runtime.backend import Backend
 from giveway.runtime.model_config import ModelConfig
+from giveway.runtime.model_source import INSTALL_TORCH, open_model
+
+logger = logging.getLogger("giveway")
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +32,33 @@ class _Estimate:
     free_memory_bytes: int
 
 
-def model_facts(options: EngineOptions) -> dict[str, Any]:
-    """Return geometry, sizes (bytes) and what fits, by name. Raises ModelError or ConfigError."""
-    from giveway.runtime.torch.kv_storage import available_bytes
-    from giveway.runtime.torch.settings import choose_device, choose_dtype
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """Where the model would run."""
 
+    device: str
+    dtype: str
+    dtype_bytes: int  # of one element
+    free_memory_bytes: int | None  # before the weights are loaded; None: not known
+
+
+def model_facts(options: EngineOptions) -> dict[str, Any]:
+    """Return geometry, sizes (bytes) and what fits, by name; None: there is no such thing, or it is not known.
+
+    Works without PyTorch, which is then told as a warning: the pool has a size only if the options give it one.
+    Raises ModelError or ConfigError.
+    """
     if options.device == "dry":
-        raise ConfigError("device is 'dry', which has no weights and no tensors to measure; use cpu or cuda")
+        return _facts_of_dry_run(options)
     name, config, stored_bytes = _open(options.model)
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device, config)
+    machine = _machine(options, config)
     num_parameters = sum(map(prod, config.tensor_shapes().values()))
-    weight_bytes = num_parameters * dtype.itemsize
-    free = max((available_bytes(device) or 0) - weight_bytes, 0)
-    estimate = _Estimate(device.type, config.kv_bytes_per_token(dtype.itemsize), free)
-    cache = size_pools(options, cast(Backend, estimate))
-    max_model_len = min(options.max_model_len or config.max_positions, config.max_positions, cache.num_device_slots + 1)
+    weight_bytes = num_parameters * machine.dtype_bytes
+    kv_bytes_per_token = config.kv_bytes_per_token(machine.dtype_bytes)
+    cache = None
+    if machine.free_memory_bytes is not None or options.num_kv_blocks or options.kv_cache_memory_bytes:
+        free = max((machine.free_memory_bytes or 0) - weight_bytes, 0)
+        cache = size_pools(options, cast(Backend, _Estimate(machine.device, kv_bytes_per_token, free)))
     return {
         "model": name,
         "architecture": config.architecture,
@@ -54,18 +72,70 @@ def model_facts(options: EngineOptions) -> dict[str, Any]:
         "max_positions": config.max_positions,
         "num_parameters": num_parameters,
         "weights_stored_bytes": stored_bytes,
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "device": machine.device,
+        "dtype": machine.dtype,
         "weights_bytes": weight_bytes,
-        "kv_bytes_per_token": estimate.kv_bytes_per_token,
-        "block_size": cache.block_size,
-        "kv_bytes_per_block": estimate.kv_bytes_per_token * cache.block_size,
-        "num_kv_blocks": cache.num_device_blocks,
-        "num_kv_tokens": cache.num_device_slots,
-        "num_host_blocks": cache.num_host_blocks,
-        "max_model_len": max_model_len,
-        "num_longest_requests": cache.num_device_blocks // blocks_for(max(max_model_len - 1, 1), cache.block_size),
+        **_facts_of_pool(options, kv_bytes_per_token, config.max_positions, cache),
     }
+
+
+def _facts_of_dry_run(options: EngineOptions) -> dict[str, Any]:
+    """The same names; what only a real model has is None."""
+    model = load_model(options)
+    geometry = (
+        "architecture", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_size",
+    )  # fmt: skip
+    return {
+        "model": model.name,
+        **dict.fromkeys(geometry),
+        "vocab_size": model.tokenizer.vocab_size,
+        "max_positions": model.max_positions,
+        **dict.fromkeys(("num_parameters", "weights_stored_bytes")),
+        "device": model.backend.device,
+        **dict.fromkeys(("dtype", "weights_bytes")),
+        **_facts_of_pool(
+            options, model.backend.kv_bytes_per_token, model.max_positions, size_pools(options, model.backend)
+        ),
+    }
+
+
+def _facts_of_pool(
+    options: EngineOptions, kv_bytes_per_token: int, max_positions: int, cache: CacheConfig | None
+) -> dict[str, Any]:
+    max_model_len = min(options.max_model_len or max_positions, max_positions)
+    if cache is not None:
+        max_model_len = min(max_model_len, cache.num_device_slots + 1)
+    blocks_of_longest = blocks_for(max(max_model_len - 1, 1), options.block_size)
+    return {
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "block_size": options.block_size,
+        "kv_bytes_per_block": kv_bytes_per_token * options.block_size,
+        "num_kv_blocks": cache and cache.num_device_blocks,
+        "num_kv_tokens": cache and cache.num_device_slots,
+        "num_host_blocks": cache and cache.num_host_blocks,
+        "max_model_len": max_model_len,
+        "num_longest_requests": cache and cache.num_device_blocks // blocks_of_longest,
+    }
+
+
+def _machine(options: EngineOptions, config: ModelConfig) -> _Machine:
+    """Raises ConfigError for a device or a dtype that there is not."""
+    if importlib.util.find_spec("torch") is None:
+        return _machine_without_torch(options)
+    from giveway.runtime.torch.kv_storage import available_bytes
+    from giveway.runtime.torch.settings import choose_device, choose_dtype
+
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device, config)
+    return _Machine(device.type, str(dtype).removeprefix("torch."), dtype.itemsize, available_bytes(device) or 0)
+
+
+def _machine_without_torch(options: EngineOptions) -> _Machine:
+    if options.device == "cuda":
+        raise MissingDependencyError(f"device is 'cuda', and only PyTorch can tell what it has. {INSTALL_TORCH}")
+    logger.warning("PyTorch is not installed: sizes are those for the CPU, free memory is not known. %s", INSTALL_TORCH)
+    dtype = "float32" if options.dtype == "auto" else options.dtype
+    return _Machine("cpu", dtype, _DTYPE_BYTES[dtype], None)
 
 
 def _open(model: str | None) -> tuple[str, ModelConfig, int | None]:
@@ -74,19 +144,26 @@ def _open(model: str | None) -> tuple[str, ModelConfig, int | None]:
         from giveway.runtime.torch.tiny import tiny_checkpoint
 
         return "tiny", tiny_checkpoint().config, None
-    from giveway.runtime.model_source import open_model
-
     source = open_model(model)
     return source.name, source.checkpoint.config, _stored_bytes(source.path)
 
 
 def _stored_bytes(path: Path) -> int:
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def facts_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return titles and texts."""
+    return [*_model_for_people(facts), *_pool_for_people(facts)]
+
+
+def _model_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if facts["device"] == "dry":
+        return [
+            ("model", "none: this is the dry run, which schedules without weights; its text means nothing"),
+            ("context", f"{facts['max_positions']} tokens"),
+        ]
     stored = facts["weights_stored_bytes"]
     return [
         ("model", f"{facts['model']} ({facts['architecture']}, {facts['num_parameters'] / 1e6:.1f} M parameters)"),
@@ -99,8 +176,18 @@ def facts_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("context", f"{facts['max_positions']} tokens"),
         ("weights, stored", "made in memory" if stored is None else format_bytes(stored)),
         ("weights, loaded", f"about {format_bytes(facts['weights_bytes'])} as {facts['dtype']} on {facts['device']}"),
+    ]
+
+
+def _pool_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [
         ("KV of a token", format_bytes(facts["kv_bytes_per_token"])),
         ("KV of a block", f"{format_bytes(facts['kv_bytes_per_block'])} ({facts['block_size']} tokens)"),
+    ]
+    if facts["num_kv_blocks"] is None:
+        return [*rows, ("blocks that fit", "not known; name a size with --kv-cache-memory-bytes or --num-kv-blocks")]
+    return [
+        *rows,
         ("blocks that fit", f"{facts['num_kv_blocks']} ({facts['num_kv_tokens']} tokens)"),
         ("host blocks", str(facts["num_host_blocks"])),
         ("longest request", f"{facts['max_model_len']} tokens; {facts['num_longest_requests']} of them fit at once"),

@@ -18,13 +18,14 @@ from giveway.options import EngineOptions
 
 if TYPE_CHECKING:
     from giveway.cli.run_input import InputLine
-    from giveway.cli.run_requests import Progress
+    from giveway.cli.run_requests import Progress, RunSettings
+    from giveway.cli.run_source import LineSource
 
 _LINE_EVERY_S = 10.0  # off a terminal
 
 
 @click.command("run")
-@click.argument("input_path", metavar="INPUT", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("input_name", metavar="INPUT", type=click.Path(dir_okay=False, allow_dash=True))
 @flag(
     "output",
     "-o",
@@ -40,39 +41,60 @@ _LINE_EVERY_S = 10.0  # off a terminal
 def command(
     options: EngineOptions,
     sampling: dict[str, Any],
-    input_path: Path,
+    input_name: str,
     output: Path,
     priority_field: str,
     max_line_bytes: int,
 ) -> int:
-    """Answer a file of requests, one JSON object a line.
+    """Answer a file of requests, one JSON object a line; INPUT - is standard input.
 
     A line holds "prompt" (continued as it stands) or "messages" (sent through the chat template), and optionally
     "id", "priority" and sampling fields such as "max_tokens"; flags are for lines that say nothing. Answers are
     written in order of completion. A line with a mistake gets an error record and harms no other.
 
+    \b
+    A line of INPUT:
+      {"id": "q1", "prompt": "The capital of France is", "max_tokens": 8}
+    Its line of the output, here in three:
+      {"line": 1, "input_hash": "9f86d081884c7d65", "id": "q1", "text": " Paris.",
+       "finish_reason": "stop", "usage": {"prompt_tokens": 5, "completion_tokens": 3},
+       "stats": {"queue_s": 0.001, "ttft_s": 0.05, "e2e_s": 0.1, ...}}
+
     Started again, the run goes on where it stopped, even after a crash: each answer carries the number and a hash of
-    its line. Ctrl-C: exit code 130. Lines with an error record do not change the exit code 0.
+    its line. A pipe is read to its end first, into a temporary file; the same lines piped again resume the run too.
+    Ctrl-C: exit code 130. Lines with an error record do not change the exit code 0.
     """
-    from giveway.build import build_engine
-    from giveway.cli.run_output import OutputFile
-    from giveway.cli.run_requests import RequestRun, RunSettings
-    from giveway.engine.interrupts import Interrupt
+    from giveway.cli.run_requests import RunSettings
+    from giveway.cli.run_source import STDIN, open_source
 
     if max_line_bytes < 1:
         raise click.UsageError("--max-line-bytes must be at least 1.")
-    _check_paths(input_path, output)
-    digests, numbers = _survey(input_path, max_line_bytes)
+    if input_name != STDIN:
+        _check_paths(Path(input_name), output)
+    settings = RunSettings(sampling, priority_field, max_line_bytes, options.seed)
+    with open_source(input_name) as source:
+        return _answer(source, output, options, settings)
+
+
+def _answer(source: LineSource, output: Path, options: EngineOptions, settings: RunSettings) -> int:
+    from giveway.build import build_engine
+    from giveway.cli.run_output import OutputFile
+    from giveway.cli.run_requests import RequestRun
+    from giveway.engine.interrupts import Interrupt
+
+    digests, numbers = _survey(source, settings.max_line_bytes)
     with OutputFile(output) as file:
         done = file.resume(digests, numbers)
+        if not done:
+            print(f"{source.name} holds no lines; nothing to answer", file=sys.stderr)
         num_done = sum(done)
         if num_done:
             print(f"{num_done} of {len(done)} lines are answered already", file=sys.stderr)
         if num_done == len(done):
             return 0
         built = build_engine(options)
-        settings = RunSettings(sampling, priority_field, max_line_bytes, options.seed)
-        run = RequestRun(built, settings, _open_lines(input_path, max_line_bytes, digests, done), file)
+        lines = _open_lines(source, settings.max_line_bytes, digests, done)
+        run = RequestRun(built, settings, lines, file)
         try:
             with Interrupt() as interrupt, _progress(len(done), num_done) as tell:
                 is_complete = run.run(is_stopped=lambda: interrupt.is_wanted, tell=tell)
@@ -87,26 +109,22 @@ def _check_paths(input_path: Path, output: Path) -> None:
         raise ConfigError(f"{output}: input and output are the same file. Name another with -o.")
 
 
-def _survey(path: Path, max_line_bytes: int) -> tuple[array[int], array[int]]:
+def _survey(source: LineSource, max_line_bytes: int) -> tuple[array[int], array[int]]:
     """Hashes and numbers of all lines: 16 bytes a line, so that a file of millions can be checked before the start."""
-    from giveway.cli.run_input import read_lines
-
     digests, numbers = array("Q"), array("Q")
-    for line in read_lines(path, max_line_bytes):
+    for line in source.lines(max_line_bytes):
         digests.append(line.digest)
         numbers.append(line.number)
     return digests, numbers
 
 
-def _open_lines(path: Path, max_line_bytes: int, digests: array[int], done: bytearray) -> Iterator[InputLine]:
+def _open_lines(source: LineSource, max_line_bytes: int, digests: array[int], done: bytearray) -> Iterator[InputLine]:
     """Yield the lines without an answer. Raises ConfigError if the file has changed since it was surveyed."""
-    from giveway.cli.run_input import read_lines
-
-    for place, line in enumerate(read_lines(path, max_line_bytes)):
+    for place, line in enumerate(source.lines(max_line_bytes)):
         if place >= len(digests):
             return  # added meanwhile: for the next start
         if line.digest != digests[place]:
-            raise ConfigError(f"{path}: line {line.number} was changed while it was being read")
+            raise ConfigError(f"{source.name}: line {line.number} was changed while it was being read")
         if not done[place]:
             yield line
 

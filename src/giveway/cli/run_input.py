@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from hashlib import blake2b
 from itertools import count
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
-from giveway.core.errors import ConfigError, InvalidRequestError
+from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import SamplingParams
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
@@ -41,27 +40,20 @@ class LineRequest:
     priority: int | None
 
 
-def read_lines(path: Path, max_line_bytes: int) -> Iterator[InputLine]:
-    """Yield the lines of a file that are not blank; no more than one line, or the limit, is in memory at a time.
-
-    Raises ConfigError when the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            for number in count(1):
-                piece = file.readline(max_line_bytes + 1)
-                if not piece:
-                    return
-                is_long = len(piece) > max_line_bytes and not piece.endswith(b"\n")
-                content = piece.strip()
-                hasher = blake2b(content, digest_size=8)
-                while is_long and piece and not piece.endswith(b"\n"):
-                    piece = file.readline(_PIECE_BYTES)
-                    hasher.update(piece)
-                if content or is_long:
-                    yield InputLine(number, int.from_bytes(hasher.digest()), None if is_long else content)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+def read_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
+    """Yield the lines of a file that are not blank; no more than one line, or the limit, is in memory at a time."""
+    for number in count(1):
+        piece = file.readline(max_line_bytes + 1)
+        if not piece:
+            return
+        is_long = len(piece) > max_line_bytes and not piece.endswith(b"\n")
+        content = piece.strip()
+        hasher = blake2b(content, digest_size=8)
+        while is_long and piece and not piece.endswith(b"\n"):
+            piece = file.readline(_PIECE_BYTES)
+            hasher.update(piece)
+        if content or is_long:
+            yield InputLine(number, int.from_bytes(hasher.digest()), None if is_long else content)
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
@@ -69,7 +61,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     try:
         value = json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise InvalidRequestError(f"the line is not UTF-8 (byte {error.start})") from error
     except RecursionError as error:
         raise InvalidRequestError("the line is nested too deeply") from error
     except ValueError as error:
@@ -86,6 +78,8 @@ def _refuse_constant(name: str) -> NoReturn:
 def custom_id_of(values: Mapping[str, Any]) -> str | int | None:
     """Return the caller's own name of a request, from `id` or `custom_id`. Raises InvalidRequestError."""
     value = values.get("id", values.get("custom_id"))
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidRequestError(f"id is {_shorten(value)}: a lone surrogate, which the output cannot carry")
     if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
         return value
     raise InvalidRequestError(f"id is {_shorten(value)}; it must be a text or a whole number")

