@@ -5,6 +5,7 @@ import os
 # Before torch loads: on busy cores libgomp's default spinning makes a step of 20 ms take half a second.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -15,3 +16,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("everyday")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give long tests a longer leash: a busy machine must not fail them."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1500))

@@ -219,6 +219,8 @@ class _Afterwards:
 
     def _growth(self, request: Request, staying: Mapping[RequestId, tuple[DeviceBlockId, ...]]) -> int:
         steps = request.num_known_tokens - request.num_computed_tokens + 1
+        if request.num_preemptions:  # one that was evicted before comes back only to stay for a block of steps
+            steps += self._size
         above = [(self._requests[name], len(table)) for name, table in staying.items()]
         return sum(
             max(-(-min(other.num_known_tokens + steps, other.spec.max_slots) // self._size) - owned, 0)
