@@ -85,6 +85,8 @@ def build_engine(options: EngineOptions, clock: Clock | None = None) -> BuiltEng
     """
     _check(options)
     model = load_model(options)
+    if not model.backend.is_exact:
+        logger.warning("not exact: an answer may depend on batch mates, chunking and preemption (--exact promises not)")
     return build_on(model, options, clock)
 
 

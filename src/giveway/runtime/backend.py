@@ -65,6 +65,10 @@ class Backend(Protocol):
         """Where the device pool is: "cpu", "cuda" or "dry"."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether an answer depends on its own tokens alone, bit for bit, never on batch mates or chunking."""
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids that can be embedded."""
 

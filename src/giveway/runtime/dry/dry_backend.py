@@ -79,6 +79,11 @@ class DryBackend:
         return "dry"
 
     @property
+    def is_exact(self) -> bool:
+        """Tokens are a function of their context alone."""
+        return True
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token: of SmolLM2-135M in 16 bits, so that swapped bytes mean something."""
         return 30 * 2 * 3 * 64 * 2

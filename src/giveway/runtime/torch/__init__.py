@@ -42,7 +42,8 @@ def load_backend(
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError(
-            "the PyTorch backend needs the package 'torch', which is not installed. Run: pip install 'giveway[torch]'"
+            "the PyTorch backend needs the package 'torch', which is not installed. Run: pip install 'giveway[torch]' "
+            "(in a clone: pip install '.[torch]')"
         )
     limit_spinning()
     from giveway.runtime.torch.backend import TorchBackend

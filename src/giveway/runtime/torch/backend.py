@@ -77,6 +77,11 @@ class TorchBackend:
         return self._device.type
 
     @property
+    def is_exact(self) -> bool:
+        """Whether only products and attention shown to be exact are used."""
+        return self._exact
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids that can be embedded."""
         return self._config.vocab_size
