@@ -480,3 +480,19 @@ def test_an_engine_that_is_not_exact_says_so_once(caplog: pytest.LogCaptureFixtu
         LLM("tiny", device="cpu", num_kv_blocks=64, exact=exact).close()
     told = [record.getMessage() for record in caplog.records if "not exact" in record.getMessage()]
     assert told == ["not exact: an answer may depend on batch mates, chunking and preemption (--exact promises not)"]
+
+
+def test_a_request_that_was_taken_back_in_a_step_that_broke_off_is_told_with_the_next() -> None:
+    # Goal: its end happened before the step broke; were it lost, its caller would wait for ever.
+    built = dry()
+    engine = built.engine
+    gone, stays = engine.submit([3] * 9, GREEDY), engine.submit([4] * 5, GREEDY)
+    engine.step()
+    engine.abort(gone)
+    engine._executor = Breaking(engine._executor, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    results = drain(built)
+    assert results[gone].finish_reason is FinishReason.ABORT
+    assert len(results[stays].token_ids) == 24
+    assert engine.num_unfinished == 0

@@ -54,6 +54,7 @@ class Engine:
         self._listeners = list(listeners)
         self._inbox: deque[Command] = deque()
         self._tracked: dict[RequestId, RequestTracker] = {}
+        self._untold: list[StepEvent] = []  # of a step that was broken off: told with the next one
         self._numbers = count()
         self._in_step = threading.Lock()
         self._is_closed = False
@@ -148,16 +149,16 @@ class Engine:
             self._in_step.release()
 
     def _step(self) -> list[RequestUpdate]:
-        events = self.scheduler.accept(self._drain(), self.clock.now())
+        self._untold += self.scheduler.accept(self._drain(), self.clock.now())
         plan: StepPlan | None = None
         if self.scheduler.has_work:
             try:
                 plan = self.scheduler.plan()
             except KVCacheFullError:
-                self._lose_batch(events)
+                self._lose_batch()
                 raise
-            events += self._execute(plan)
-        return self._report(plan, events)
+            self._execute(plan)
+        return self._report(plan)
 
     def _drain(self) -> list[Command]:
         commands = []
@@ -165,7 +166,7 @@ class Engine:
             commands.append(self._inbox.popleft())
         return commands
 
-    def _execute(self, plan: StepPlan) -> list[StepEvent]:
+    def _execute(self, plan: StepPlan) -> None:
         try:
             outcome = self._executor.execute(plan, self.scheduler.requests)
         except BaseException as error:
@@ -173,16 +174,17 @@ class Engine:
             # device that fails without anybody computing: there the caller must hear of it, and the state stays whole.
             is_fault = isinstance(error, Exception) and not isinstance(error, InvariantError)
             if not is_fault or not plan.request_ids():
-                self.scheduler.abandon(plan, self.clock.now())
+                self._untold += self.scheduler.abandon(plan, self.clock.now())
                 raise
             logger.warning("step %d failed and is repeated in parts: %r", plan.step_id, error)
-            return self.scheduler.discard(plan, str(error) or type(error).__name__, self.clock.now())
+            self._untold += self.scheduler.discard(plan, str(error) or type(error).__name__, self.clock.now())
+            return
         try:
             stops = self._review(outcome)
         except BaseException:
-            self.scheduler.abandon(plan, self.clock.now())
+            self._untold += self.scheduler.abandon(plan, self.clock.now())
             raise
-        return self.scheduler.commit(plan, replace(outcome, stops=stops))
+        self._untold += self.scheduler.commit(plan, replace(outcome, stops=stops))
 
     def _review(self, outcome: StepOutcome) -> dict[RequestId, StopDecision]:
         """Detokenize what was sampled, so that a stop string ends its request in this very step."""
@@ -194,11 +196,13 @@ class Engine:
                     stops[request_id] = stop
         return stops
 
-    def _lose_batch(self, events: list[StepEvent]) -> None:
+    def _lose_batch(self) -> None:
         aborts = [Abort(request_id) for request_id in self.scheduler.requests]
-        self._report(None, events + self.scheduler.accept(aborts, self.clock.now()))
+        self._untold += self.scheduler.accept(aborts, self.clock.now())
+        self._report(None)
 
-    def _report(self, plan: StepPlan | None, events: list[StepEvent]) -> list[RequestUpdate]:
+    def _report(self, plan: StepPlan | None) -> list[RequestUpdate]:
+        events, self._untold = self._untold, []
         changed: dict[RequestId, RequestTracker] = {}
         for event in events:
             tracker = self._tracked.get(event.request_id)

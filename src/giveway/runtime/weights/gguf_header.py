@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from giveway.core.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
+from giveway.core.errors import ModelFileError, UnsupportedModelError
+from giveway.runtime.weights.mapped_file import map_file
 
 Scalar = int | float | bool | str
 ByteView = npt.NDArray[np.uint8]
@@ -144,14 +145,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Raises ModelNotFoundError if it cannot be opened, UnsupportedModelError for a version or byte order that is not
     implemented and ModelFileError for anything truncated, out of range or contradictory.
     """
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError as error:
-        raise ModelFileError(f"{path}: the file is empty, so it is not GGUF") from error
-    except OSError as error:
-        raise ModelNotFoundError(f"cannot open model file {path}: {error.strerror}") from error
-    return _Reader(path, mapped).read()
+    return _Reader(path, map_file(path, "GGUF")).read()
 
 
 class _Reader:

@@ -23,6 +23,7 @@ from giveway.runtime.model_config import ModelConfig
 from giveway.runtime.weights.checkpoint import Encoding, RawTensor, check_tensor_shape
 from giveway.runtime.weights.gguf_header import ByteView
 from giveway.runtime.weights.hf_config import model_config_from_json
+from giveway.runtime.weights.mapped_file import map_file
 
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 
@@ -46,13 +47,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Map the file and read its header. Raises ModelNotFoundError or ModelFileError."""
         self.path = path
-        try:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise ModelFileError(f"{path}: the file is empty, so it is not safetensors") from error
-        except OSError as error:
-            raise ModelNotFoundError(f"cannot open model file {path}: {error.strerror}") from error
+        mapped = map_file(path, "safetensors")
         self._bytes: ByteView = np.frombuffer(mapped, np.uint8)
         self.tensors = _read_header(mapped, path)
 
