@@ -5,6 +5,7 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 DeviceBlockId = NewType("DeviceBlockId", int)
 HostBlockId = NewType("HostBlockId", int)
+DiskBlockId = NewType("DiskBlockId", int)
 CopyId = NewType("CopyId", int)
 
 # A plain alias: token ids cross every border (tokenizer, sampler, JSON) by the thousand, and nothing else here is

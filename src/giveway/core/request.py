@@ -60,6 +60,8 @@ class RequestSpec:
     seed: int = 0  # resolved: the caller's, or drawn once at submission
     stop_token_ids: frozenset[TokenId] = frozenset()  # resolved: end-of-sequence ids and the caller's
     bad_word_ids: tuple[tuple[TokenId, ...], ...] = ()  # resolved: every spelling of every bad word
+    cache_salt: bytes = b""  # prefixes are shared among requests of one salt only
+    branch_of: RequestId | None = None  # one of several answers to a prompt; the id of the first. None: the only one
 
     @property
     def max_slots(self) -> int:
