@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Protocol
 
 from giveway.core.ids import BlockTable, DeviceBlockId, HostBlockId, RequestId, TokenId
 from giveway.core.plan import TokenLogprobs
 from giveway.core.sampling import SamplingParams
 
-__all__ = ["Backend", "BatchSequence", "SampleInput", "SequenceResult", "TokenLogprobs"]
+__all__ = ["Backend", "BatchSequence", "MemoryPool", "SampleInput", "SequenceResult", "TokenLogprobs"]
+
+
+class MemoryPool(Enum):
+    """A pool of KV blocks that a backend holds in memory."""
+
+    DEVICE = auto()
+    HOST = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,10 @@ class Backend(Protocol):
         """Bytes of KV cache that one token takes, all layers, K and V."""
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of either pool as read_block gives it; known once `allocate` was called."""
+
+    @property
     def free_memory_bytes(self) -> int:
         """Bytes of memory that are free for KV pools on the device now; 0 where the system does not say.
 
@@ -102,6 +114,20 @@ class Backend(Protocol):
 
     def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
         """Copy whole blocks host -> device, synchronously. Raises DeviceFaultError."""
+
+    def read_block(self, pool: MemoryPool, block: int) -> memoryview:
+        """Return the content of one block, for tiers outside the backend: format "B", contiguous, block_bytes long.
+
+        A view of the pool where that is possible, so valid only until the next call of any method. Raises
+        DeviceFaultError if the pool has no such block or the device fails.
+        """
+
+    def write_block(self, pool: MemoryPool, block: int, content: memoryview) -> None:
+        """Make `content` (format "B", contiguous, block_bytes long) the content of one block.
+
+        It may be read-only, and is not kept: it has been copied when this returns. Raises DeviceFaultError if the pool
+        has no such block or the device fails.
+        """
 
     def close(self) -> None:
         """Release weights and pools. The backend is not used afterwards."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from giveway.core.errors import DeviceFaultError
-from giveway.core.ids import CopyId
+from giveway.core.ids import CopyId, DeviceBlockId, DiskBlockId, HostBlockId
 from giveway.core.plan import BlockCopy, CopyDirection
-from giveway.runtime.backend import Backend
+from giveway.runtime.backend import Backend, MemoryPool
+
+if TYPE_CHECKING:  # its checksums need an installed package, and whoever has no disk tier needs none
+    from giveway.runtime.disk_tier import DiskTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +76,25 @@ def run_copy(backend: Backend, copy: BlockCopy) -> None:
         backend.copy_out(list(zip(copy.device_blocks, copy.host_blocks, strict=True)))
     else:
         backend.copy_in(list(zip(copy.host_blocks, copy.device_blocks, strict=True)))
+
+
+def park_on_disk(
+    backend: Backend, disk: DiskTier, pool: MemoryPool, pairs: Sequence[tuple[DeviceBlockId | HostBlockId, DiskBlockId]]
+) -> None:
+    """Copy whole blocks of one pool to the disk now; disk blocks that are neighbours travel together.
+
+    Raises DeviceFaultError; the disk blocks that were not reached count as never written then.
+    """
+    ordered = sorted(pairs, key=lambda pair: pair[1])
+    disk.write([block for _, block in ordered], (backend.read_block(pool, block) for block, _ in ordered))
+
+
+def fetch_from_disk(backend: Backend, disk: DiskTier, pairs: Sequence[tuple[DiskBlockId, DeviceBlockId]]) -> None:
+    """Copy whole blocks from the disk to the device now; disk blocks that are neighbours travel together.
+
+    Raises DeviceFaultError; some of the device blocks may have been written by then, each with its right content.
+    """
+    ordered = sorted(pairs)
+    contents = disk.read([block for block, _ in ordered])
+    for (_, block), content in zip(ordered, contents, strict=True):
+        backend.write_block(MemoryPool.DEVICE, block, content)

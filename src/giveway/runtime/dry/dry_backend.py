@@ -8,17 +8,19 @@ can hide. Only the tensor math is replaced: plan, batch, copies and commit are t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-from giveway.core.errors import InvariantError
+from giveway.core.errors import DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId, TokenId
 from giveway.core.plan import TokenLogprobs
-from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult
+from giveway.runtime.backend import BatchSequence, MemoryPool, SampleInput, SequenceResult
 
 PrefixHash = int
 
 _START: PrefixHash = 17
 _UNWRITTEN = -1
+_SLOT_BYTES = 2 * 8  # a block outside the pools: its tokens, then its hashes, signed integers of 64 bits
 
 
 def extend(prefix: PrefixHash, token_id: TokenId) -> PrefixHash:
@@ -49,6 +51,7 @@ class _Tier:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
+        self.num_blocks = num_blocks
         self.tokens = [_UNWRITTEN] * (num_blocks * block_size)
         self.prefixes: list[PrefixHash] = [_UNWRITTEN] * (num_blocks * block_size)
 
@@ -58,6 +61,24 @@ class _Tier:
         source, destination = slice(block * size, (block + 1) * size), slice(target * size, (target + 1) * size)
         into.tokens[destination] = self.tokens[source]
         into.prefixes[destination] = self.prefixes[source]
+
+    def pack_block(self, block: int) -> memoryview:
+        """Return a copy of one whole block as bytes."""
+        slots = self._slots_of(block)
+        return memoryview(array("q", self.tokens[slots] + self.prefixes[slots])).cast("B")
+
+    def unpack_block(self, block: int, content: memoryview) -> None:
+        """Write one whole block from what pack_block gave."""
+        slots, num_bytes = self._slots_of(block), self.block_size * _SLOT_BYTES
+        if content.nbytes != num_bytes:
+            raise InvariantError(f"a KV block of {content.nbytes} bytes was to be written; blocks have {num_bytes}")
+        values = array("q", content.tobytes()).tolist()
+        self.tokens[slots], self.prefixes[slots] = values[: self.block_size], values[self.block_size :]
+
+    def _slots_of(self, block: int) -> slice:
+        if not 0 <= block < self.num_blocks:
+            raise DeviceFaultError(f"KV block {block} is outside the pool of {self.num_blocks}")
+        return slice(block * self.block_size, (block + 1) * self.block_size)
 
 
 class DryBackend:
@@ -87,6 +108,11 @@ class DryBackend:
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token: of SmolLM2-135M in 16 bits, so that swapped bytes mean something."""
         return 30 * 2 * 3 * 64 * 2
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block as read_block gives it: its tokens and hashes, far less than the KV they stand for."""
+        return self._device.block_size * _SLOT_BYTES
 
     @property
     def free_memory_bytes(self) -> int:
@@ -166,6 +192,17 @@ class DryBackend:
         """Copy blocks host -> device."""
         for host_block, device_block in pairs:
             self._host.copy_block(host_block, self._device, device_block)
+
+    def read_block(self, pool: MemoryPool, block: int) -> memoryview:
+        """Return tokens and hashes of one block. Raises DeviceFaultError if there is no such block."""
+        return self._pool(pool).pack_block(block)
+
+    def write_block(self, pool: MemoryPool, block: int, content: memoryview) -> None:
+        """Write one block with what read_block gave for some block. Raises DeviceFaultError if there is none."""
+        self._pool(pool).unpack_block(block, content)
+
+    def _pool(self, pool: MemoryPool) -> _Tier:
+        return self._device if pool is MemoryPool.DEVICE else self._host
 
     def close(self) -> None:
         """Nothing to release."""
