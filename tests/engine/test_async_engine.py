@@ -138,13 +138,13 @@ def test_an_engine_that_stops_while_a_request_is_being_made_does_not_leave_it_wa
     # miss this one.
     async def main() -> None:
         engine = paced_engine()
-        make_spec = engine.engine.make_spec
+        prepare = engine.engine.prepare
 
         def close_first(*arguments: Any, **settings: Any) -> Any:
             engine.close_now()
-            return make_spec(*arguments, **settings)
+            return prepare(*arguments, **settings)
 
-        engine.engine.make_spec = close_first  # type: ignore[method-assign]
+        engine.engine.prepare = close_first  # type: ignore[method-assign]
         with pytest.raises(GiveWayError, match=r"stopped|closed"):
             await asyncio.wait_for(engine.complete([1], SHORT), timeout=30)
 
