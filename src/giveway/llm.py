@@ -45,7 +45,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one result for each prompt, in order.
 
-        prompts: texts or lists of token ids, or a single one. sampling: for all, or one each. priorities: one each.
+        prompts: texts or lists of token ids, or a single one. sampling: for all, or one each; with `n` above 1 a result
+        is that of choice 0, and its `choices` are all of them. priorities: one each.
         Raises InvalidRequestError before anything runs, KVCacheFullError under the policy `none`. A fault of one
         request is told in its result (`error`).
         """
@@ -61,12 +62,11 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _one_each("sampling", sampling, len(prompts))
         classes = _one_each("priorities", priorities, len(prompts))
-        specs = [
-            self.engine.make_spec(prompt, each, priority=priority)
+        submissions = [
+            self.engine.prepare(prompt, each, priority=priority)
             for prompt, each, priority in zip(prompts, params, classes, strict=True)
         ]
-        names = [self.engine.submit_spec(spec, text) for spec, text in specs]
-        return self._run(names)
+        return self._run([self.engine.hand_in(submission) for submission in submissions])
 
     def chat(
         self,
@@ -91,9 +91,9 @@ class LLM:
                     if interrupt.is_wanted:
                         raise KeyboardInterrupt
                     for update in self.engine.step():
-                        if update.result is not None:
-                            results[update.request_id] = update.result
-                            waiting.discard(update.request_id)
+                        if update.whole is not None:
+                            results[update.submission_id] = update.whole
+                            waiting.discard(update.submission_id)
         except BaseException:
             for name in names:  # leave nothing behind for the next call
                 self.engine.abort(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from giveway.cli import chat
+from giveway.cli.answering import _Turns
 from giveway.core.sampling import MAX_STOP_STRINGS
 from tests.cli.conftest import DRY_NOTICE, Cli
 
@@ -78,6 +80,50 @@ def test_ctrl_c_ends_generate_with_130_and_no_traceback(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         assert process.wait() == 130
     assert "Traceback" not in err.read_text()
+
+
+# Several answers
+
+
+def test_several_answers_are_printed_one_after_another_below_headings(cli: Cli) -> None:
+    from giveway.core.sampling import SamplingParams
+    from giveway.llm import LLM
+
+    with LLM(device="dry") as llm:
+        (wanted,) = llm.generate("hello", SamplingParams(max_tokens=12, temperature=1, seed=4, n=3))
+    texts = [choice.text for choice in wanted.choices]
+    arguments = ("hello", "--raw", "--device", "dry", "-n", 12, "--temperature", 1, "--seed", 4)
+    result = cli("generate", *arguments, "--n", 3, "--stats")
+    headings = [f"--- answer {number} of 3 ---\n" for number in (1, 2, 3)]
+    assert result.out == "".join(heading + text + "\n" for heading, text in zip(headings, texts, strict=True))
+    figures = result.err.removeprefix(DRY_NOTICE).splitlines()
+    assert [line.split(":")[0] for line in figures] == ["answer 1", "answer 2", "answer 3"]
+    assert cli("generate", *arguments).out == texts[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        ([(0, "a", 0), (1, "x", 0), (0, "b", 1), (1, "y", 1)], ["<1>", "a", "b", "\n", "<2>", "x", "y"]),
+        ([(1, "x", 1), (0, "a", 0), (0, "", 1)], ["<1>", "a", "\n", "<2>", "x"]),
+        ([(0, "", 1), (1, "x", 0), (1, "y", 1)], ["<1>", "\n", "<2>", "x", "y"]),
+    ],
+)
+def test_the_answer_whose_turn_it_is_is_said_as_it_comes(told: list[tuple[int, str, int]], wanted: list[str]) -> None:
+    pieces: list[str] = []
+    turns = _Turns(2, lambda text: pieces.append(re.sub(r"--- answer (\d) of 2 ---\n", r"<\1>", text)))
+    for index, text, is_last in told:
+        turns.add(index, text, is_last=bool(is_last))
+    assert pieces == wanted
+
+
+def test_a_wrong_number_of_answers_is_named_and_a_chat_has_one_answer(cli: Cli) -> None:
+    for wrong in (0, 129):
+        result = cli("generate", "x", "--device", "dry", "--n", wrong)
+        assert (result.code, result.err) == (1, f"error: n is {wrong}; it must be between 1 and 128\n")
+    chat = cli("chat", "--device", "dry", "--n", 2, stdin="x\n")
+    assert chat.code == 2
+    assert "--n" in chat.err
 
 
 # Chat

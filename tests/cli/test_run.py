@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from giveway.cli.run_output import OutputFile
 from giveway.cli.run_requests import REQUESTS_PER_SEAT, RequestRun, RunSettings
 from giveway.cli.run_source import open_source
 from giveway.core.errors import ConfigError
+from giveway.core.executor import RequestFacts
+from giveway.core.ids import RequestId
+from giveway.core.plan import StepOutcome, StepPlan
 from giveway.options import EngineOptions
 from tests.cli.conftest import Cli
 from tests.cli.run_files import DRY, records, ten_lines, texts, write_lines
@@ -198,6 +202,116 @@ def test_seeds_of_unseeded_lines_follow_from_the_seed_and_the_line(cli: Cli, tmp
     cli("run", source, "-o", parts, "--device", "dry", "--seed", 5)
     assert texts(parts) == texts(whole)
     assert len(set(texts(whole).values())) == 6
+
+
+# Several answers, and salts
+
+
+def test_a_line_that_wants_several_answers_gets_them_as_choices(cli: Cli, tmp_path: Path) -> None:
+    from giveway.core.sampling import SamplingParams
+    from giveway.llm import LLM
+
+    with LLM(device="dry") as llm:
+        (wanted,) = llm.generate("hello", SamplingParams(max_tokens=5, temperature=1, seed=9, n=3))
+    line = {"prompt": "hello", "max_tokens": 5, "temperature": 1, "seed": 9}
+    lines = [{**line, "n": 3, "id": "many"}, {**line, "n": 1, "cache_salt": "tenant"}, {**line, "n": None}]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    result = cli("run", source, "-o", out, "--device", "dry", "--max-num-seqs", 2)
+    assert result.err == "3 answered, 0 errors, 25 output tokens\n"
+    found = records(out)
+    assert list(found[1]) == ["line", "input_hash", "id", "choices", "usage"]
+    assert [list(choice) for choice in found[1]["choices"]] == [["index", "text", "finish_reason", "stats"]] * 3
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in found[1]["choices"]] == [
+        (choice.index, choice.text, "length") for choice in wanted.choices
+    ]
+    assert found[1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 15}
+    assert found[2]["text"] == found[3]["text"] == wanted.text
+    assert cli("run", source, "-o", out, "--device", "dry").err == "3 of 3 lines are answered already\n"
+
+
+def test_branches_of_an_unseeded_line_follow_from_the_seed_too(cli: Cli, tmp_path: Path) -> None:
+    line = {"prompt": "x", "max_tokens": 9}
+    many, single = tmp_path / "many.jsonl", tmp_path / "single.jsonl"
+    cli("run", write_lines(tmp_path / "1", [{**line, "n": 2}] * 3), "-o", many, "--device", "dry", "--seed", 5)
+    cli("run", write_lines(tmp_path / "2", [line] * 3), "-o", single, "--device", "dry", "--seed", 5)
+    first = {number: record["choices"][0]["text"] for number, record in records(many).items()}
+    assert first == texts(single)
+    assert len({choice["text"] for record in records(many).values() for choice in record["choices"]}) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "n is 0; it must be between 1 and 128"),
+        ({"n": 129}, "n is 129"),
+        ({"n": "3"}, "n must be a whole number, not '3'"),
+        ({"n": 3, "max_tokens": 99999}, "can never fit"),
+        ({"cache_salt": ""}, "cache_salt is a text of 0 characters; it must be a text of 1 to 256 characters"),
+        ({"cache_salt": 5}, "cache_salt is 5"),
+        ({"cache_salt": ["x"]}, "cache_salt is ['x']"),
+        ({"cache_salt": "\ud800"}, "cache_salt has a lone surrogate"),
+    ],
+)
+def test_a_wrong_number_of_answers_or_salt_is_told_in_the_record(
+    cli: Cli, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", **fields}, {"prompt": "x", "max_tokens": 2}])
+    assert cli("run", source, "-o", out, *DRY).err.startswith("1 answered, 1 errors")
+    assert message in records(out)[1]["error"]["message"]
+
+
+def test_a_line_of_which_one_answer_fails_ends_with_an_error_and_its_others_are_taken_back(tmp_path: Path) -> None:
+    built = build_engine(EngineOptions(device="dry"))
+    inner = built.engine._executor
+
+    class Faulty:
+        num_steps = 0
+
+        def execute(self, plan: StepPlan, requests: Mapping[RequestId, RequestFacts]) -> StepOutcome:
+            self.num_steps += 1
+            outcome = inner.execute(plan, requests)
+            faults = {RequestId("line-1/2"): "its logits are NaN"} if "line-1/2" in outcome.sampled else {}
+            return replace(outcome, faults=faults)
+
+        def close(self) -> None:
+            inner.close()
+
+    faulty = built.engine._executor = Faulty()
+    written: dict[int, Any] = {}
+
+    class Records:
+        def write(self, line_number: int, digest: int, values: Any) -> None:
+            written[line_number] = values
+
+    lines = [{"prompt": "x", "n": 4, "max_tokens": 500}, {"prompt": "x", "max_tokens": 3}]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    run = RequestRun(built, RunSettings({}, "priority", 1000, None), lines_of(source, 1000), Records())
+    assert run.run(is_stopped=lambda: False, tell=lambda _: None)
+    assert written[1]["error"] == {"type": "RequestFailedError", "message": "choice 2: its logits are NaN"}
+    assert written[2]["finish_reason"] == "length"
+    assert faulty.num_steps < 50
+    assert built.engine.num_unfinished == 0
+
+
+def test_answers_to_one_line_count_each_among_those_under_way(tmp_path: Path) -> None:
+    # Goal: lines with many answers do not fill the memory either.
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "n": 20, "max_tokens": 3}] * 20)
+    built = build_engine(EngineOptions(device="dry", max_num_seqs=2))
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, built.engine.num_unfinished)
+
+    class Records:
+        def write(self, line_number: int, digest: int, values: Any) -> None:
+            assert len(values["choices"]) == 20
+
+    built.engine.add_listener(look)
+    run = RequestRun(built, RunSettings({}, "priority", 1000, None), lines_of(source, 1000), Records())
+    assert run.run(is_stopped=lambda: False, tell=lambda _: None)
+    assert most < REQUESTS_PER_SEAT * 2 + 20
 
 
 # Resuming

@@ -14,6 +14,7 @@ from giveway.build import build_engine
 from giveway.core.errors import GiveWayError, InvalidRequestError
 from giveway.core.sampling import SamplingParams
 from giveway.engine.async_engine import AsyncEngine
+from giveway.engine.outputs import RequestOutput
 from giveway.llm import LLM
 from giveway.options import EngineOptions
 
@@ -138,13 +139,13 @@ def test_an_engine_that_stops_while_a_request_is_being_made_does_not_leave_it_wa
     # miss this one.
     async def main() -> None:
         engine = paced_engine()
-        make_spec = engine.engine.make_spec
+        prepare = engine.engine.prepare
 
         def close_first(*arguments: Any, **settings: Any) -> Any:
             engine.close_now()
-            return make_spec(*arguments, **settings)
+            return prepare(*arguments, **settings)
 
-        engine.engine.make_spec = close_first  # type: ignore[method-assign]
+        engine.engine.prepare = close_first  # type: ignore[method-assign]
         with pytest.raises(GiveWayError, match=r"stopped|closed"):
             await asyncio.wait_for(engine.complete([1], SHORT), timeout=30)
 
@@ -160,3 +161,42 @@ def test_a_second_request_of_the_same_name_is_refused_and_the_first_goes_on() ->
         assert len((await first).token_ids) == 16
 
     run(body)
+
+
+SAMPLED = SamplingParams(temperature=1, seed=3, max_tokens=16, n=3)
+
+
+def test_a_stream_of_several_answers_tells_them_apart_and_ends_when_all_have_ended() -> None:
+    expected = LLM(device="dry").generate([[1, 2, 3]], SAMPLED)[0]
+
+    async def body(engine: AsyncEngine) -> None:
+        texts = ["", "", ""]
+        wholes: list[RequestOutput] = []
+        async for update in engine.generate([1, 2, 3], SAMPLED, cache_salt="tenant"):
+            assert not wholes
+            texts[update.index] += update.text
+            if update.whole is not None:
+                wholes.append(update.whole)
+        assert texts == [choice.text for choice in expected.choices]
+        assert [choice.token_ids for choice in wholes[0].choices] == [choice.token_ids for choice in expected.choices]
+        complete = await engine.complete([1, 2, 3], SAMPLED)
+        assert [choice.text for choice in complete.choices] == texts
+
+    run(body, max_num_seqs=2)
+
+
+@pytest.mark.parametrize("num_seats", [2, 8])
+def test_leaving_a_stream_of_several_answers_early_frees_all_of_them(num_seats: int) -> None:
+    many = SamplingParams(temperature=1, max_tokens=4000, n=5)
+
+    async def body(engine: AsyncEngine) -> None:
+        other = asyncio.create_task(engine.complete([9, 9], SHORT))
+        async with aclosing(engine.generate([1], many, request_id="left")) as updates:  # type: ignore[type-var]
+            async for _ in updates:
+                break
+        assert len((await other).token_ids) == 16
+        await until_idle(engine)
+        assert engine.engine.scheduler.state.kv.device.num_owned == 0
+        assert len((await engine.complete([1], SHORT, request_id="left")).token_ids) == 16  # the name is free again
+
+    run(body, max_num_seqs=num_seats)

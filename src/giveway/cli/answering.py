@@ -1,4 +1,4 @@
-"""One answer at a time, streamed as it comes: what `generate` and `chat` share."""
+"""One prompt at a time, answered as the text comes: what `generate` and `chat` share."""
 
 from __future__ import annotations
 
@@ -20,20 +20,60 @@ def stream_answer(
 ) -> RequestOutput:
     """Run one request to its end, or to the next step after Ctrl-C (finish reason ABORT); `say` gets each new text.
 
+    With `sampling.n` above 1 the answers are computed together and said one after another, each below a heading.
     Raises InvalidRequestError before anything runs, RequestFailedError if the request ended with a fault.
     """
     name = engine.submit(prompt, sampling)
+    turns = _Turns(sampling.n, say)
     with Interrupt() as interrupt:
         while True:
             for update in engine.step():
-                if update.text:
-                    say(update.text)
-                if update.result is not None:
-                    if update.result.finish_reason is FinishReason.ERROR:
-                        raise RequestFailedError(update.result.error or "the request failed")
-                    return update.result
+                turns.add(update.index, update.text, is_last=update.result is not None)
+                if update.whole is not None:
+                    _raise_fault(update.whole)
+                    return update.whole
             if interrupt.is_wanted:
                 engine.abort(name)
+
+
+def _raise_fault(output: RequestOutput) -> None:
+    for choice in output.choices:
+        if choice.finish_reason is FinishReason.ERROR:
+            which = f"answer {choice.index + 1}: " if output.others else ""
+            raise RequestFailedError(which + (choice.error or "the request failed"))
+
+
+class _Turns:
+    """Says several answers one after another: the one whose turn it is as it comes, the others when theirs is."""
+
+    def __init__(self, count: int, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._waiting: list[list[str]] = [[] for _ in range(count)]
+        self._ended = [False] * count
+        self._turn = 0
+        self._say_heading()
+
+    def add(self, index: int, text: str, *, is_last: bool) -> None:
+        """Take new text of one answer."""
+        if text:
+            self._waiting[index].append(text)
+        self._ended[index] = is_last
+        self._say_what_may_be_said()
+
+    def _say_what_may_be_said(self) -> None:
+        while True:
+            for text in self._waiting[self._turn]:
+                self._say(text)
+            self._waiting[self._turn].clear()
+            if not self._ended[self._turn] or self._turn + 1 == len(self._ended):
+                return
+            self._turn += 1
+            self._say("\n")
+            self._say_heading()
+
+    def _say_heading(self) -> None:
+        if len(self._ended) > 1:
+            self._say(f"--- answer {self._turn + 1} of {len(self._ended)} ---\n")
 
 
 def tell_if_meaningless(options: EngineOptions) -> None:

@@ -50,7 +50,8 @@ def command(
 
     A line holds "prompt" (continued as it stands) or "messages" (sent through the chat template), and optionally
     "id", "priority" and sampling fields such as "max_tokens"; flags are for lines that say nothing. Answers are
-    written in order of completion. A line with a mistake gets an error record and harms no other.
+    written in order of completion. A line with a mistake gets an error record and harms no other. With "n" above 1 a
+    line's answers are a list, "choices"; "cache_salt" keeps its KV from lines with another one.
 
     \b
     A line of INPUT:

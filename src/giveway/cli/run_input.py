@@ -14,7 +14,7 @@ from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import SamplingParams
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
-_OWN_FIELDS = frozenset({"prompt", "messages", "id", "custom_id"})
+_OWN_FIELDS = frozenset({"prompt", "messages", "id", "custom_id", "cache_salt"})
 _PIECE_BYTES = 1 << 20
 
 Digest = int
@@ -38,6 +38,7 @@ class LineRequest:
     messages: tuple[Mapping[str, Any], ...] | None
     sampling: Mapping[str, Any]  # fields of SamplingParams
     priority: int | None
+    cache_salt: Any  # of whatever type: the engine checks it; None: none
 
 
 def read_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
@@ -103,7 +104,8 @@ def parse_request(values: Mapping[str, Any], priority_field: str) -> LineRequest
     priority = values.get(priority_field)
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise InvalidRequestError(f"{priority_field} is {_shorten(priority)}; it must be a whole number")
-    return LineRequest(prompt, None if messages is None else tuple(messages), _sampling(values), priority)
+    conversation = None if messages is None else tuple(messages)
+    return LineRequest(prompt, conversation, _sampling(values), priority, values.get("cache_salt"))
 
 
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:

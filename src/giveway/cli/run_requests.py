@@ -15,7 +15,9 @@ from giveway.core.request import FinishReason
 from giveway.core.sampling import SamplingParams
 from giveway.engine.outputs import RequestOutput
 
-REQUESTS_PER_SEAT = 4  # under way: enough for the scheduler to choose from, and no more memory however long the file
+# Under way, every answer to a prompt counted: enough for the scheduler to choose from, and no more memory however long
+# the file.
+REQUESTS_PER_SEAT = 4
 _MAX_DETAIL = 200  # characters of another library's message
 
 
@@ -70,14 +72,16 @@ class RequestRun:
         engine = self._built.engine
         has_lines = True
         while not is_stopped():
-            while has_lines and len(self._under_way) < self._window and not is_stopped():
+            while has_lines and engine.num_unfinished < self._window and not is_stopped():
                 has_lines = self._take_line()
             if not self._under_way:
                 tell(self.progress)
                 return True
             for update in engine.step():
-                if update.result is not None:
-                    self._finish(update.result)
+                if update.whole is not None:
+                    self._finish(update.whole)
+                elif update.result is not None and update.result.finish_reason is FinishReason.ERROR:
+                    engine.abort(update.submission_id)  # the line ends with an error: its other answers are for nobody
             tell(self.progress)
         return False
 
@@ -117,40 +121,56 @@ class RequestRun:
             raise InvalidRequestError(f"a sampling field has the wrong type: {error}") from error
         prompt = request.prompt if request.messages is None else self._built.model.encode_chat(request.messages)
         assert prompt is not None
-        return self._built.engine.submit(prompt, params, priority=request.priority, request_id=f"line-{line.number}")
+        return self._built.engine.submit(
+            prompt,
+            params,
+            priority=request.priority,
+            request_id=f"line-{line.number}",
+            cache_salt=request.cache_salt,
+        )
 
     def _finish(self, result: RequestOutput) -> None:
         line, custom_id = self._under_way.pop(result.request_id)
-        if result.finish_reason is FinishReason.ERROR:
-            self._record_error(line, custom_id, "RequestFailedError", result.error or "the request failed")
+        failed = [choice for choice in result.choices if choice.finish_reason is FinishReason.ERROR]
+        if failed:
+            which = f"choice {failed[0].index}: " if result.others else ""
+            message = which + (failed[0].error or "the request failed")
+            self._record_error(line, custom_id, "RequestFailedError", message)
             return
-        stats = result.stats
-        self._records.write(
-            line.number,
-            line.digest,
-            {
-                "id": custom_id,
-                "text": result.text,
-                "finish_reason": result.finish_reason.value,
-                "usage": {
-                    "prompt_tokens": len(result.prompt_token_ids),
-                    "completion_tokens": len(result.token_ids),
-                },
-                "stats": {
-                    "queue_s": stats.queue_s,
-                    "ttft_s": stats.ttft_s,
-                    "e2e_s": stats.e2e_s,
-                    "preemptions": {mode.value: count for mode, count in stats.preemptions.items()},
-                    "recomputed_tokens": stats.num_recomputed_tokens,
-                },
-            },
-        )
+        self._records.write(line.number, line.digest, {"id": custom_id, **_answer_of(result)})
         self.progress.num_answered += 1
-        self.progress.num_output_tokens += len(result.token_ids)
+        self.progress.num_output_tokens += sum(len(choice.token_ids) for choice in result.choices)
 
     def _record_error(self, line: InputLine, custom_id: str | int | None, kind: str, message: str) -> None:
         self._records.write(line.number, line.digest, {"id": custom_id, "error": {"type": kind, "message": message}})
         self.progress.num_errors += 1
+
+
+def _answer_of(result: RequestOutput) -> dict[str, Any]:
+    """Text, reason, usage and stats of a line's answer; of several answers, a list of choices and the usage of all."""
+    usage = {
+        "prompt_tokens": len(result.prompt_token_ids),  # once, however many answers there are
+        "completion_tokens": sum(len(choice.token_ids) for choice in result.choices),
+    }
+    if not result.others:
+        return {**_said(result), "usage": usage, "stats": _stats_of(result)}
+    choices = [{"index": choice.index, **_said(choice), "stats": _stats_of(choice)} for choice in result.choices]
+    return {"choices": choices, "usage": usage}
+
+
+def _said(result: RequestOutput) -> dict[str, Any]:
+    return {"text": result.text, "finish_reason": result.finish_reason.value}
+
+
+def _stats_of(result: RequestOutput) -> dict[str, Any]:
+    stats = result.stats
+    return {
+        "queue_s": stats.queue_s,
+        "ttft_s": stats.ttft_s,
+        "e2e_s": stats.e2e_s,
+        "preemptions": {mode.value: count for mode, count in stats.preemptions.items()},
+        "recomputed_tokens": stats.num_recomputed_tokens,
+    }
 
 
 def _seed_of(seed: int, line_number: int) -> int:

@@ -15,6 +15,7 @@ MAX_STOP_STRING_CHARS = 4096
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
+MAX_N = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    n: int = 1  # answers to the prompt; each has a seed of its own, the first has `seed`
 
     def __post_init__(self) -> None:
         """Check every range; sequences become tuples so that the value can be shared freely."""
@@ -66,6 +68,7 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         _integer("max_tokens", self.max_tokens, low=1)
+        _integer("n", self.n, low=1, high=MAX_N)
         _integer("top_k", self.top_k, low=-1)
         _integer("min_tokens", self.min_tokens, low=0)
         _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)

@@ -19,7 +19,7 @@ _Item = RequestUpdate | BaseException
 
 
 class _Mailbox:
-    """Where the updates of one request wait for its reader."""
+    """Where the updates of one request, all its branches together, wait for its reader."""
 
     __slots__ = ("loop", "queue")
 
@@ -56,23 +56,28 @@ class AsyncEngine:
         *,
         priority: int | None = None,
         request_id: str | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestUpdate]:
         """Yield updates until the last one, which carries the result. Closing the iterator aborts the request.
 
+        With `sampling.n` above 1 the updates are those of all branches, told apart by `index`; each ends with its own
+        `result`, and the last update of all carries `whole`. Arguments as of `Engine.submit`.
         Raises InvalidRequestError before anything is yielded; GiveWayError if the engine stopped.
         """
         if self._failure is not None or self._is_closing:
             raise GiveWayError("the engine has stopped") from self._failure
-        spec, text = self.engine.make_spec(prompt, sampling, priority=priority, request_id=request_id)
-        mailbox = _Mailbox()
-        # The mailbox first: the first update may come before submit_spec returns.
-        if self._mailboxes.setdefault(spec.request_id, mailbox) is not mailbox:
-            raise InvalidRequestError(f"request id {spec.request_id!r} is already in use")
+        submission = self.engine.prepare(
+            prompt, sampling, priority=priority, request_id=request_id, cache_salt=cache_salt
+        )
+        name, mailbox = submission.request_id, _Mailbox()
+        # The mailbox first: the first update may come before hand_in returns.
+        if self._mailboxes.setdefault(name, mailbox) is not mailbox:
+            raise InvalidRequestError(f"request id {name!r} is already in use")
         ended = True  # nothing to abort yet
         try:
             if self._has_stopped:  # since we looked; its last word to all mailboxes may have missed this one
                 raise GiveWayError("the engine has stopped") from self._failure
-            self.engine.submit_spec(spec, text)
+            self.engine.hand_in(submission)
             ended = False
             self._wake.set()
             while True:
@@ -80,14 +85,14 @@ class AsyncEngine:
                 if isinstance(item, BaseException):
                     ended = True
                     raise GiveWayError(f"the engine stopped: {item}") from item
-                ended = item.result is not None
+                ended = item.whole is not None
                 yield item
                 if ended:
                     return
         finally:
-            self._mailboxes.pop(spec.request_id, None)
+            self._mailboxes.pop(name, None)
             if not ended:
-                self.engine.abort(spec.request_id)
+                self.engine.abort(name)
                 self._wake.set()
 
     async def complete(
@@ -97,13 +102,14 @@ class AsyncEngine:
         *,
         priority: int | None = None,
         request_id: str | None = None,
+        cache_salt: str | None = None,
     ) -> RequestOutput:
-        """Return the result of one request. Cancelling the awaiting task aborts it."""
-        updates = self.generate(prompt, sampling, priority=priority, request_id=request_id)
+        """Return the result of one request, with all its `choices`. Cancelling the awaiting task aborts it."""
+        updates = self.generate(prompt, sampling, priority=priority, request_id=request_id, cache_salt=cache_salt)
         async with aclosing(updates):  # type: ignore[type-var]  # an async generator has aclose
             async for update in updates:
-                if update.result is not None:
-                    return update.result
+                if update.whole is not None:
+                    return update.whole
         raise InvariantError("a request ended without a result")
 
     async def close(self) -> None:
@@ -126,7 +132,7 @@ class AsyncEngine:
         try:
             while self._wait_for_work():
                 for update in self.engine.step():
-                    mailbox = self._mailboxes.get(update.request_id)
+                    mailbox = self._mailboxes.get(update.submission_id)
                     if mailbox is not None:
                         mailbox.put(update)
         except BaseException as error:  # noqa: BLE001  # whatever it is, readers must hear of it

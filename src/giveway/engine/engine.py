@@ -16,14 +16,14 @@ from giveway.core.events import StepEvent
 from giveway.core.executor import Executor
 from giveway.core.ids import RequestId
 from giveway.core.plan import StepOutcome, StepPlan
-from giveway.core.request import RequestSpec, StopDecision
+from giveway.core.request import StopDecision
 from giveway.core.sampling import SamplingParams
 from giveway.core.scheduler import Scheduler
 from giveway.core.tokenizing import Tokenizing
 from giveway.engine.clock import Clock
-from giveway.engine.intake import Intake, Prompt
+from giveway.engine.intake import Intake, Prompt, Submission, branch_id
 from giveway.engine.outputs import RequestUpdate
-from giveway.engine.tracker import RequestTracker
+from giveway.engine.tracker import RequestTracker, SubmissionTracker
 
 logger = logging.getLogger("giveway")
 
@@ -54,6 +54,10 @@ class Engine:
         self._listeners = list(listeners)
         self._inbox: deque[Command] = deque()
         self._tracked: dict[RequestId, RequestTracker] = {}
+        # Every name of a prompt's branches stays taken until the last of them has ended.
+        self._taken: dict[RequestId, Submission] = {}
+        # Re-entrant: an abort may come from a finalizer or a signal handler in the middle of a submission.
+        self._at_the_door = threading.RLock()
         self._untold: list[StepEvent] = []  # of a step that was broken off: told with the next one
         self._numbers = count()
         self._in_step = threading.Lock()
@@ -68,22 +72,31 @@ class Engine:
         *,
         priority: int | None = None,
         request_id: str | None = None,
+        cache_salt: str | None = None,
     ) -> RequestId:
         """Hand in a request; it is looked at in the next step. Raises InvalidRequestError, and then nothing is kept.
 
-        prompt: text, or token ids. priority: 0 is the most urgent; None: the default class.
-        """
-        return self.submit_spec(*self.make_spec(prompt, sampling, priority=priority, request_id=request_id))
+        With `sampling.n` above 1 it branches: each answer is a request of its own, waits and gives way for itself, and
+        its updates carry its own name and `index`. Choice 0 bears the name that is returned, choice 2 of `a` is `a/2`.
 
-    def make_spec(
+        prompt: text, or token ids. priority: 0 is the most urgent; None: the default class. cache_salt: KV of the
+        prompt is shared only with requests of the same salt (for a tenant: a secret of its own); None: with those that
+        name none.
+        """
+        return self.hand_in(
+            self.prepare(prompt, sampling, priority=priority, request_id=request_id, cache_salt=cache_salt)
+        )
+
+    def prepare(
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         priority: int | None = None,
         request_id: str | None = None,
-    ) -> tuple[RequestSpec, str | None]:
-        """Resolve and check a request without handing it in. Returns it with the prompt's text, if it was text."""
+        cache_salt: str | None = None,
+    ) -> Submission:
+        """Resolve and check a request with all its branches, without handing it in. Arguments as of `submit`."""
         if self._is_closed:
             raise GiveWayError("the engine is closed")
         if request_id is not None and not isinstance(request_id, str):
@@ -91,26 +104,43 @@ class Engine:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise InvalidRequestError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
         name = RequestId(request_id if request_id is not None else f"request-{next(self._numbers)}")
-        if name in self._tracked:
-            raise InvalidRequestError(f"request id {name!r} is already in use")
-        spec = self._intake.make_spec(
-            name, prompt, sampling or SamplingParams(), priority=priority, arrival_s=self.clock.now()
+        sampling = sampling or SamplingParams()
+        self._check_free([branch_id(name, index) for index in range(sampling.n)])  # before any work
+        submission = self._intake.resolve(
+            name, prompt, sampling, priority=priority, cache_salt=cache_salt, arrival_s=self.clock.now()
         )
-        self.scheduler.check_request(spec)
-        return spec, prompt if isinstance(prompt, str) else None
+        for spec in submission.branches:
+            self.scheduler.check_request(spec)
+        return submission
 
-    def submit_spec(self, spec: RequestSpec, prompt: str | None = None) -> RequestId:
-        """Hand in a request that make_spec has checked."""
-        tracker = RequestTracker(spec, prompt, self.tokenizer, self.block_bytes)
-        if self._tracked.setdefault(spec.request_id, tracker) is not tracker:
-            raise InvalidRequestError(f"request id {spec.request_id!r} is already in use")
-        self._inbox.append(Submit(spec))
-        return spec.request_id
+    def _check_free(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
+            if request_id in self._taken:
+                whole = f" (for an answer of {request_ids[0]!r})" if request_id != request_ids[0] else ""
+                raise InvalidRequestError(f"request id {request_id!r}{whole} is already in use")
+
+    def hand_in(self, submission: Submission) -> RequestId:
+        """Hand in what `prepare` has checked: all its branches, or none if a name was taken meanwhile."""
+        names, whole = submission.request_ids, SubmissionTracker(submission)
+        trackers = [RequestTracker(whole, index, self.tokenizer, self.block_bytes) for index in range(len(names))]
+        with self._at_the_door:
+            self._check_free(names)
+            self._taken.update(dict.fromkeys(names, submission))
+            self._tracked.update(zip(names, trackers, strict=True))
+            self._inbox.extend([Submit(spec) for spec in submission.branches])  # at once: no step sees a part
+        return submission.request_id
 
     def abort(self, request_id: RequestId) -> None:
-        """Take a request back. Unknown or finished ids are ignored: it may have ended just now."""
-        if request_id in self._tracked:
-            self._inbox.append(Abort(request_id))
+        """Take a request back with all its branches, or a single branch (`a/2`), which leaves its siblings alone.
+
+        Unknown or finished ids are ignored: it may have ended just now.
+        """
+        with self._at_the_door:
+            submission = self._taken.get(request_id)
+            if submission is None:
+                return
+            ids = submission.request_ids if request_id == submission.request_id else (request_id,)
+            self._inbox.extend([Abort(each) for each in ids if each in self._tracked])
 
     def give_way(self, request_id: RequestId, choice: PreemptionChoice = PreemptionChoice.SWAP) -> None:
         """Tell a running request to give way in the next step."""
@@ -123,7 +153,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests handed in and not ended."""
+        """Requests handed in and not ended; each branch counts."""
         return len(self._tracked)
 
     # One thread
@@ -133,7 +163,7 @@ class Engine:
         self._listeners.append(listener)
 
     def step(self) -> list[RequestUpdate]:
-        """Make one step; return what is new, at most one update a request.
+        """Make one step; return what is new, at most one update a request, and a branch is one.
 
         Raises KVCacheFullError under the policy `none`, after which nothing is left of the batch; InvariantError for
         a bug of ours. Every other fault ends the one request that it belongs to. Raises GiveWayError when the engine is
@@ -216,9 +246,16 @@ class Engine:
             update = tracker.take_update()
             if update.result is not None:
                 del self._tracked[request_id]
+            if update.whole is not None:
+                self._release(tracker.whole.submission)
             if update.token_ids or update.text or update.result is not None:
                 updates.append(update)
         return updates
+
+    def _release(self, submission: Submission) -> None:
+        with self._at_the_door:
+            for request_id in submission.request_ids:
+                del self._taken[request_id]
 
     def close(self) -> None:
         """Release the model. Unfinished requests are lost; abort them first if anybody waits. Twice is harmless."""

@@ -6,6 +6,7 @@ import random
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from numbers import Integral
 from typing import Any
 
@@ -18,6 +19,42 @@ from giveway.core.tokenizing import Tokenizing
 
 Prompt = str | Sequence[TokenId]
 
+MAX_CACHE_SALT_CHARS = 256
+
+
+def branch_id(request_id: RequestId, index: int) -> RequestId:
+    """Name of one of several answers to a prompt: choice 0 bears the request's own name, choice 2 of `a` is `a/2`."""
+    return request_id if index == 0 else RequestId(f"{request_id}/{index}")
+
+
+def branch_seed(seed: int, index: int) -> int:
+    """Seed of one of several answers to a prompt: choice 0 has the request's own, as if it were the only one.
+
+    The others have 64 bits of BLAKE2b of (seed, index), so that no branch depends on how many there are, and the
+    branches of neighbouring seeds have nothing in common. seed: from 0 up to 2**64 - 1, like the result.
+    """
+    if index == 0:
+        return seed
+    return int.from_bytes(blake2b(b"branch %d of seed %d" % (index, seed), digest_size=8).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A prompt with all the answers that are wanted of it, resolved and checked, to be handed in as a whole."""
+
+    branches: tuple[RequestSpec, ...]  # one for each answer, by index; never empty
+    prompt: str | None  # None: it was given as token ids
+
+    @property
+    def request_id(self) -> RequestId:
+        """Name of the whole, which is that of choice 0."""
+        return self.branches[0].request_id
+
+    @property
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """Names of all branches, by index."""
+        return tuple(spec.request_id for spec in self.branches)
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
@@ -29,7 +66,7 @@ class Defaults:
 
 
 class Intake:
-    """Makes specs for one model. Holds no state but the source of seeds."""
+    """Makes submissions for one model. Holds no state but the source of seeds."""
 
     def __init__(
         self,
@@ -48,18 +85,19 @@ class Intake:
         self._defaults = defaults or Defaults()
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  # repeatable on purpose
 
-    def make_spec(
+    def resolve(
         self,
         request_id: RequestId,
         prompt: Prompt,
         sampling: SamplingParams,
         *,
         priority: int | None,
+        cache_salt: str | None,
         arrival_s: float,
-    ) -> RequestSpec:
-        """Resolve one request. Raises InvalidRequestError."""
+    ) -> Submission:
+        """Resolve one prompt with all its branches; it is tokenized once. Raises InvalidRequestError."""
         token_ids = self._tokens(request_id, prompt)
-        return RequestSpec(
+        first = RequestSpec(
             request_id=request_id,
             prompt_token_ids=token_ids,
             max_new_tokens=self._max_new_tokens(request_id, len(token_ids), sampling),
@@ -69,7 +107,10 @@ class Intake:
             seed=self._draw_seed() if sampling.seed is None else sampling.seed % 2**64,
             stop_token_ids=self._stop_token_ids(sampling),
             bad_word_ids=self._bad_words(sampling),
+            cache_salt=_salt_bytes(request_id, cache_salt),
         )
+        branches = [first] if sampling.n == 1 else _branches_of(first)
+        return Submission(tuple(branches), prompt if isinstance(prompt, str) else None)
 
     def _tokens(self, request_id: RequestId, prompt: Prompt) -> tuple[TokenId, ...]:
         if isinstance(prompt, str):
@@ -151,6 +192,35 @@ class Intake:
                 if ids:
                     spellings[ids] = None
         return tuple(spellings)
+
+
+def _branches_of(first: RequestSpec) -> list[RequestSpec]:
+    """Every answer to a prompt as a request of its own: `first` and its siblings."""
+    root = first.request_id
+    # What the model thinks of the prompt is the same for all: one branch asks, and the others need not compute it.
+    wishes_of_others = replace(first.sampling, prompt_logprobs=None)
+    branches = [replace(first, branch_of=root)]
+    for index in range(1, first.sampling.n):
+        name, seed = branch_id(root, index), branch_seed(first.seed, index)
+        branches.append(replace(first, request_id=name, seed=seed, sampling=wishes_of_others, branch_of=root))
+    return branches
+
+
+def _salt_bytes(request_id: RequestId, cache_salt: object) -> bytes:
+    """Return a tenant's salt as bytes; none for None."""
+    if cache_salt is None:
+        return b""
+    if not isinstance(cache_salt, str) or not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+        what = f"a text of {len(cache_salt)} characters" if isinstance(cache_salt, str) else repr(cache_salt)[:60]
+        raise InvalidRequestError(
+            f"request {request_id!r}: cache_salt is {what}; it must be a text of 1 to {MAX_CACHE_SALT_CHARS} characters"
+        )
+    try:
+        return cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"request {request_id!r}: cache_salt has a lone surrogate at character {error.start}, which is no text"
+        ) from error
 
 
 def _whole_number(value: Any) -> int | None:

@@ -30,7 +30,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of one request."""
+    """The result of one request; with `n` above 1, of one of its branches, or of choice 0 with the others behind it."""
 
     request_id: RequestId
     prompt: str | None  # None: it was given as token ids
@@ -41,17 +41,34 @@ class RequestOutput:
     stop: str | None = None  # the stop string that ended it
     error: str | None = None  # with FinishReason.ERROR: what went wrong, for this request alone
     logprobs: tuple[TokenLogprobs, ...] | None = None  # [num output tokens]
-    # [num prompt tokens], None first: nothing precedes the first token
+    # [num prompt tokens], None first: nothing precedes the first token. Of several answers, choice 0 has them for all
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     stats: RequestStats = field(default_factory=RequestStats)
+    index: int = 0  # which of the answers to its prompt
+    # Behind choice 0 where a prompt's answers are returned together: choices 1 and up. Not itself among them, so that
+    # a printed result does not hold itself.
+    others: tuple[RequestOutput, ...] = ()
+
+    @property
+    def choices(self) -> tuple[RequestOutput, ...]:
+        """All answers that are here, by index: this one, and behind choice 0 of several the others."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """Progress of one request in one step: whole characters only, and never a part of a stop string."""
+    """Progress of one branch of a request in one step: whole characters only, and never a part of a stop string."""
 
     request_id: RequestId
     text: str  # new since the last update; may be empty although there are new tokens
     token_ids: tuple[TokenId, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    result: RequestOutput | None = None  # set in the last update
+    result: RequestOutput | None = None  # set in the last update of this branch
+    whole: RequestOutput | None = None  # set in the last update of all branches: choice 0's result, with all `choices`
+    index: int = 0  # which of the answers to its prompt
+    branch_of: RequestId | None = None  # one of several answers: the id of choice 0. None: the only one
+
+    @property
+    def submission_id(self) -> RequestId:
+        """What `submit` returned for the prompt, whichever branch this is."""
+        return self.request_id if self.branch_of is None else self.branch_of

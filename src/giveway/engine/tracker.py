@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from giveway.core.events import (
     Admitted,
@@ -17,9 +18,10 @@ from giveway.core.events import (
 )
 from giveway.core.ids import TokenId
 from giveway.core.plan import CopyDirection, PreemptionMode, TokenLogprobs
-from giveway.core.request import FinishReason, RequestSpec, StopDecision
+from giveway.core.request import FinishReason, StopDecision
 from giveway.core.tokenizing import Tokenizing
 from giveway.engine.detokenizer import Detokenizer
+from giveway.engine.intake import Submission
 from giveway.engine.outputs import RequestOutput, RequestStats, RequestUpdate
 
 
@@ -62,12 +64,29 @@ class _Journey:
         )
 
 
-class RequestTracker:
-    """Output side of one request."""
+class SubmissionTracker:
+    """Output side of a prompt: what its branches gave, until the last of them has ended."""
 
-    def __init__(self, spec: RequestSpec, prompt: str | None, tokenizer: Tokenizing, block_bytes: int) -> None:
-        self.spec = spec
-        self._prompt = prompt
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self._results: dict[int, RequestOutput] = {}
+
+    def end(self, result: RequestOutput) -> RequestOutput | None:
+        """Take the result of a branch; return all of them, behind choice 0's, if it was the last."""
+        self._results[result.index] = result
+        if len(self._results) < len(self.submission.branches):
+            return None
+        first, *others = (self._results[index] for index in sorted(self._results))
+        return replace(first, others=tuple(others)) if others else first
+
+
+class RequestTracker:
+    """Output side of one request, which may be one of the branches of a prompt."""
+
+    def __init__(self, whole: SubmissionTracker, index: int, tokenizer: Tokenizing, block_bytes: int) -> None:
+        self.whole = whole
+        self.spec = spec = whole.submission.branches[index]
+        self._index = index
         self._detokenizer = Detokenizer(tokenizer, spec.sampling)
         self._journey = _Journey(block_bytes)
         self._token_ids: list[TokenId] = []
@@ -106,12 +125,17 @@ class RequestTracker:
         """Return what is new since the last update; the result with it when the request has ended."""
         start = self._num_given
         self._num_given = len(self._token_ids)
+        text = self._detokenizer.take_new(is_last=self.finished is not None)  # first: it completes the result's text
+        result = self._result(self.finished) if self.finished is not None else None
         return RequestUpdate(
             self.spec.request_id,
-            self._detokenizer.take_new(is_last=self.finished is not None),
+            text,
             tuple(self._token_ids[start:]),
             tuple(self._logprobs[start:]),
-            self._result(self.finished) if self.finished is not None else None,
+            result,
+            self.whole.end(result) if result is not None else None,
+            self._index,
+            self.spec.branch_of,
         )
 
     def _result(self, finished: Finished) -> RequestOutput:
@@ -119,7 +143,7 @@ class RequestTracker:
         failed = finished.reason is FinishReason.ERROR
         return RequestOutput(
             request_id=self.spec.request_id,
-            prompt=self._prompt,
+            prompt=self.whole.submission.prompt,
             prompt_token_ids=self.spec.prompt_token_ids,
             text=self._detokenizer.text,
             token_ids=tuple(self._token_ids),
@@ -129,4 +153,5 @@ class RequestTracker:
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
             stats=self._journey.stats(self.spec.arrival_s, self._first_token_s, finished.time_s),
+            index=self._index,
         )
