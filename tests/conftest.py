@@ -5,6 +5,9 @@ import os
 # Before torch loads: on busy cores libgomp's default spinning makes a step of 20 ms take half a second.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+# No test learns from another, or from the user's own runs: nothing can be kept in a directory below a device.
+os.environ["GIVEWAY_CACHE_DIR"] = "/dev/null/giveway"
+
 import pytest
 from hypothesis import HealthCheck, settings
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from giveway.core.events import Finished, PromptLogprobs, StepEvent, TokenEmitted
 from giveway.core.ids import DeviceBlockId, RequestId, TokenId
-from giveway.core.plan import DeferralReason, StepPlan
+from giveway.core.plan import DeferralReason, StepPlan, Tier
 from giveway.core.request import FinishReason, Request, RequestSpec, RequestState
 from giveway.core.scheduler import Scheduler
 from giveway.runtime.backend import SampleInput
@@ -94,25 +94,28 @@ class SixChecks:
         self._idle_steps = 0 if plan.num_tokens or list(events) or not state.requests else self._idle_steps + 1
         assert self._idle_steps <= MAX_IDLE_STEPS, f"nothing has happened for {self._idle_steps} steps"
         kv = state.kv
-        owned = {block for table in kv.tables.values() for block in table}
+        owned = {block for table in (*kv.tables.values(), *kv.kept.values()) for block in table}
         owned |= {block for copy in kv.copies.values() for block in copy.device_blocks}
-        assert kv.device.num_free + len(kv.device._idle) + len(owned) == kv.device.size
-        on_host = Counter(block for table in kv.host_tables.values() for block in table)
-        on_host.update(block for copy in kv.copies.values() for block in copy.host_blocks)
-        assert not on_host or max(on_host.values()) == 1, "a host block is in two tables"
-        assert kv.host.num_free + len(on_host) == kv.host.size
+        assert kv.device.num_free + sum(1 for _ in kv.device.idle_blocks()) + len(owned) == kv.device.size
+        for tier in Tier:
+            pool = kv.pool_of(tier)
+            parked = {block for parked in kv.parked.values() if parked.tier is tier for block in parked.blocks}
+            parked |= {block for copy in kv.copies.values() if copy.tier is tier for block in copy.parked_blocks}
+            assert pool.num_free + len(parked) == pool.size, f"blocks of the {tier.value} are lost"
         self._check_sharing()
 
     def _check_sharing(self) -> None:
         """A device block in two tables stands for the same tokens in both; without a prefix index it is in one only."""
         kv, size = self._scheduler.state.kv, self._scheduler.state.cache_config.block_size
-        count = Counter(block for table in kv.tables.values() for block in table)
+        tables = {**kv.tables, **kv.kept}
+        count = Counter(block for table in tables.values() for block in table)
         holders: dict[DeviceBlockId, tuple[int, list[TokenId]]] = {}
-        for name, table in kv.tables.items():
+        for name, table in tables.items():
             request = self._scheduler.requests[name]
             for place, block in enumerate(table):
                 if count[block] > 1:
-                    assert kv.index is not None, f"block {block} is in two tables"
+                    is_branch = request.spec.branch_of is not None
+                    assert kv.index is not None or is_branch, f"block {block} is in two tables"
                     content = (place, request.known_token_ids(0, (place + 1) * size))
                     assert holders.setdefault(block, content) == content, f"block {block} stands for two contexts"
 
@@ -121,11 +124,15 @@ class SixChecks:
         kv = self._scheduler.state.kv
         assert not self._scheduler.requests
         assert not kv.tables
-        assert not kv.host_tables
+        assert not kv.kept
+        assert not kv.parked
         assert not kv._hashes, "the hash chain of a finished request is kept"
+        assert not self._scheduler.state.branches
         pinned = [kv.copies[copy_id] for copy_id in kv.lost]
         assert kv.device.num_owned == len({block for copy in pinned for block in copy.device_blocks})
-        assert kv.host.num_owned == len({block for copy in pinned for block in copy.host_blocks})
+        for tier in Tier:
+            blocks = {block for copy in pinned if copy.tier is tier for block in copy.parked_blocks}
+            assert kv.pool_of(tier).num_owned == len(blocks)
 
     # Priority
 
@@ -148,6 +155,10 @@ class SixChecks:
             reason = reasons.get(request.request_id, DeferralReason.BEHIND_DEFERRED)
             if reason is DeferralReason.COPY_IN_FLIGHT:
                 assert plan.copies_out or len(self._scheduler.state.kv.copies) > len(self._scheduler.state.kv.lost)
+            elif reason is DeferralReason.GIVES_WAY:
+                assert plan.moves or plan.dropped or request.request_id in gone
+            elif reason is DeferralReason.PROMPT_IN_PROGRESS:
+                assert after.is_prompt_computed_by_another(request)
             elif reason is DeferralReason.NO_TOKENS:
                 assert not after.served_below(request), f"{request.request_id} got no token: {plan.describe()}"
             else:
@@ -170,12 +181,22 @@ class _Afterwards:
         gone = {preemption.victim for preemption in plan.preemptions}
         self._tables = {name: table for name, table in state.kv.tables.items() if name not in gone}
         self._tables.update((growth.request_id, growth.table) for growth in plan.growths)
-        self._tables.update((admission.request_id, admission.hits + admission.new) for admission in plan.admissions)
-        self._tables.update((swap_in.copy.request_id, swap_in.table) for swap_in in plan.swap_ins)
+        self._kept = {name: table for name, table in state.kv.kept.items() if name not in gone}
+        for preemption in plan.preemptions:
+            before = {**state.kv.tables, **state.kv.kept}[preemption.victim]
+            self._kept[preemption.victim] = before[: preemption.num_kept]
+        for name, hits, new in (
+            *((admission.request_id, admission.hits, admission.new) for admission in plan.admissions),
+            *((swap_in.copy.request_id, swap_in.hits, swap_in.new) for swap_in in plan.swap_ins),
+        ):
+            self._tables[name] = self._kept.pop(name, ()) + hits + new
         live = list(state.kv.copies.values())
         if state.config.overlapped_copies:
             live += plan.copies_out
         self._pinned = {block for copy in live for block in copy.device_blocks}
+        self._copied_out = set(state.swapping_out)
+        if state.config.overlapped_copies:
+            self._copied_out |= {copy.request_id for copy in plan.copies_out}
         self._pool = state.kv.device.size
         self._seats = state.config.max_num_seqs
         self._promised = [
@@ -201,9 +222,14 @@ class _Afterwards:
                 below.add(name)
             elif name != request.request_id:
                 staying[name] = table
+        below |= {name for name, table in self._kept.items() if table and self._requests[name].rank > request.rank}
         if not below:
             return False
         held = {block for table in staying.values() for block in table} | self._pinned
+        for name, table in self._kept.items():  # kept by better-ranked ones, or by those whose copy is still under way
+            other = self._requests[name]
+            if other.rank < request.rank or name in self._copied_out:
+                held.update(table)
         ahead = [other for other in self._promised if other.rank < request.rank and other.state not in _MOVING]
         reserved = sum(self._need(other, staying) for other in ahead)
         if request.state is RequestState.RUNNING:
@@ -211,11 +237,19 @@ class _Afterwards:
         seats = len(staying) + sum(other.state is not RequestState.RUNNING for other in ahead)
         return seats < self._seats and self._pool - len(held) - reserved >= self._need(request, staying)
 
+    def is_prompt_computed_by_another(self, request: Request) -> bool:
+        """Whether another branch of the same prompt has a seat."""
+        first = request.spec.branch_of
+        return first is not None and any(
+            name != request.request_id and self._requests[name].spec.branch_of == first for name in self._tables
+        )
+
     def _need(self, request: Request, staying: Mapping[RequestId, tuple[DeviceBlockId, ...]]) -> int:
         """Blocks that a request lacks at most: one to grow, or everything known and the growth of those above."""
         if request.state is RequestState.RUNNING:
             return 1
-        return -(-(request.num_known_tokens + 1) // self._size) + self._growth(request, staying)
+        slots = request.spec.max_slots if request.has_paid else request.num_known_tokens + 1
+        return -(-slots // self._size) + self._growth(request, staying)
 
     def _growth(self, request: Request, staying: Mapping[RequestId, tuple[DeviceBlockId, ...]]) -> int:
         steps = request.num_known_tokens - request.num_computed_tokens + 1

@@ -17,9 +17,10 @@ PACKAGE = SRC / "giveway"
 # fmt: off
 CORE_ORDER = [
     "ids", "errors", "sampling", "config", "request", "commands", "limits",
-    "block_pool", "prefix_index", "kv_cache", "kv_draft", "budget",
-    "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_model", "state", "planner",
-    "invariants", "scheduler",
+    "block_pool", "prefix_index", "kv_cache", "kv_draft",
+    "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "budget", "cost_model", "state",
+    "displacement", "planner",
+    "invariants", "transitions", "scheduler",
 ]
 # fmt: on
 

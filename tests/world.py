@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from giveway.core.commands import Abort, Command, GiveWay, Submit
@@ -18,8 +19,10 @@ from giveway.core.config import (
     PreemptionChoice,
     SchedulerConfig,
     SchedulingPolicy,
+    VictimOrder,
     blocks_for,
 )
+from giveway.core.cost_profile import SHIPPED, CostProfile
 from giveway.core.errors import DeviceFaultError
 from giveway.core.events import Finished, Preempted, StepEvent, TokenEmitted
 from giveway.core.ids import BlockTable, DeviceBlockId, RequestId, TokenId
@@ -30,7 +33,8 @@ from giveway.core.sampling import SamplingParams
 from giveway.core.scheduler import Scheduler
 from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult
 from giveway.runtime.batch_builder import sample_input
-from giveway.runtime.copies import EndedCopies
+from giveway.runtime.copies import CopyEngine, EndedCopies, SynchronousCopies
+from giveway.runtime.disk_tier import DiskTier
 from giveway.runtime.dry.dry_backend import DryBackend
 from giveway.runtime.dry.scripted_copies import CopyFate, ScriptedCopies
 from giveway.runtime.model_executor import ModelExecutor
@@ -119,6 +123,14 @@ class World:
         max_model_len: int = UNBOUNDED,
         max_guest_looks: int = 32,
         vocab_size: int = 1000,
+        tails: bool = False,
+        victim_order: VictimOrder | None = None,
+        aging_s: float | None = None,
+        target_step_s: float | None = 1e6,  # by default no prefill is held back for the sake of time
+        disk_blocks: int = 0,
+        disk_dir: Path | None = None,
+        disk: DiskTier | None = None,  # None: made in disk_dir
+        costs: CostProfile = SHIPPED,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=seats,
@@ -129,14 +141,24 @@ class World:
             overlapped_copies=copies is not None,
             copy_timeout_s=copy_timeout_s,
             max_guest_looks=max_guest_looks,
+            allow_tails=tails,
+            victim_order=victim_order,
+            priority_aging_s=aging_s,
+            target_step_s=target_step_s,
             check_invariants=True,
         )
         self.block_size = block_size
-        self.scheduler = Scheduler(config, CacheConfig(device_blocks, host_blocks, block_size, prefix_caching))
+        cache = CacheConfig(device_blocks, host_blocks, block_size, prefix_caching, disk_blocks)
+        self.scheduler = Scheduler(config, cache, costs)
         self.backend = MoodyBackend(vocab_size)
         self.backend.allocate(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=block_size)
         make_engine = ScriptedCopies if waits_for_copies else StepwiseCopies
-        engine = None if copies is None else make_engine(self.backend, copies)
+        if disk is None and disk_dir is not None and disk_blocks:
+            disk = DiskTier(disk_dir, num_blocks=disk_blocks, block_bytes=self.backend.block_bytes)
+        self.disk = disk
+        engine: CopyEngine = SynchronousCopies(self.backend, disk)
+        if copies is not None:
+            engine = make_engine(self.backend, copies, disk)
         self.executor = ModelExecutor(self.backend, lambda: self.now_s, engine)
         self.now_s = 0.0
         self.specs: dict[RequestId, RequestSpec] = {}
@@ -160,10 +182,23 @@ class World:
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
         stop_token_ids: frozenset[TokenId] = frozenset(),
+        branch_of: str | None = None,
+        salt: bytes = b"",
     ) -> RequestSpec:
         """Send a request; without a prompt of its own it gets one that nobody shares."""
         ids = prompt_of(name, prompt_tokens) if prompt is None else tuple(prompt)
-        spec = RequestSpec(RequestId(name), ids, max_tokens, priority, self.now_s, sampling, seed, stop_token_ids)
+        spec = RequestSpec(
+            request_id=RequestId(name),
+            prompt_token_ids=ids,
+            max_new_tokens=max_tokens,
+            priority=priority,
+            arrival_s=self.now_s,
+            sampling=sampling,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            cache_salt=salt,
+            branch_of=None if branch_of is None else RequestId(branch_of),
+        )
         self._commands.append(Submit(spec))
         return spec
 
@@ -215,7 +250,7 @@ class World:
             self.backend, [BatchSequence(request.request_id, ids[:num_tokens], 0, table, sample)]
         )
         request.compute(num_tokens)
-        self.scheduler._publish(request)
+        self.scheduler._transitions.publish(request)
         if result.token_id is not None:
             request.append(result.token_id)
             self._record([TokenEmitted(request.request_id, self.now_s, result.token_id, 0, result.logprobs)])

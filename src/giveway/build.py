@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from giveway.core.config import (
     PreemptionChoice,
     SchedulerConfig,
     SchedulingPolicy,
+    VictimOrder,
 )
 from giveway.core.cost_profile import SHIPPED, CostProfile
 from giveway.core.errors import ConfigError, InvalidRequestError
@@ -26,10 +28,13 @@ from giveway.engine.clock import Clock, MonotonicClock
 from giveway.engine.engine import Engine
 from giveway.engine.intake import Defaults, Intake
 from giveway.options import GIB, EngineOptions
+from giveway.profile_cache import ProfileCache, default_directory, processor_kind, profile_key
 from giveway.runtime.backend import Backend
+from giveway.runtime.copies import SynchronousCopies
 from giveway.runtime.model_executor import ModelExecutor
 
 if TYPE_CHECKING:
+    from giveway.runtime.disk_tier import DiskTier
     from giveway.runtime.tokenizer.chat_template import ChatTemplate, ChatTokenizing
 
 logger = logging.getLogger("giveway")
@@ -71,10 +76,11 @@ class BuiltEngine:
         """Return one line for people: model, backend and pool."""
         cache = self.cache_config
         block_bytes = cache.block_size * self.model.backend.kv_bytes_per_token
+        disk = f", disk {format_bytes(cache.num_disk_blocks * block_bytes)}" if cache.num_disk_blocks else ""
         return (
             f"{self.model.name} on {self.model.backend.description}; KV pool {cache.num_device_slots} tokens in "
             f"{cache.num_device_blocks} blocks ({format_bytes(cache.num_device_blocks * block_bytes)}), host pool "
-            f"{format_bytes(cache.num_host_blocks * block_bytes)}"
+            f"{format_bytes(cache.num_host_blocks * block_bytes)}{disk}"
         )
 
 
@@ -94,17 +100,14 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
     """Build an engine on a model that is already loaded. Its pools are allocated anew: one engine at a time."""
     clock = clock or MonotonicClock()
     cache = size_pools(options, model.backend)
-    scheduler_config = SchedulerConfig(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=_max_model_len(options, model, cache),
-        policy=SchedulingPolicy(options.scheduling_policy),
-        preemption_mode=PreemptionChoice(options.preemption_mode),
-        # The dry run's clock says nothing about real work, and its counts are compared with others.
-        refine_costs=options.cost_profile is None and model.backend.device != "dry",
-        check_invariants=options.check_invariants,
-    )
-    costs = SHIPPED if options.cost_profile is None else read_cost_profile(Path(options.cost_profile))
+    # The dry run's clock says nothing about real work, and its counts are compared with others.
+    refines = options.cost_profile is None and model.backend.device != "dry"
+    scheduler_config = _scheduler_config(options, model, cache, refines=refines)
+    kept = ProfileCache(default_directory() if refines else None)
+    key = _profile_key(model, options)
+    costs = kept.load(key) or SHIPPED
+    if options.cost_profile is not None:
+        costs = read_cost_profile(Path(options.cost_profile))
     model.backend.allocate(
         num_device_blocks=cache.num_device_blocks,
         num_host_blocks=cache.num_host_blocks,
@@ -118,15 +121,69 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         defaults=Defaults(model.defaults.temperature, model.defaults.top_p, options.default_priority),
         seed=options.seed,
     )
+    scheduler = Scheduler(scheduler_config, cache, costs)
     engine = Engine(
-        Scheduler(scheduler_config, cache, costs),
-        ModelExecutor(model.backend, clock.now),
+        scheduler,
+        ModelExecutor(model.backend, clock.now, SynchronousCopies(model.backend, _disk_tier(options, cache, model))),
         model.tokenizer,
         intake,
         clock,
         block_bytes=cache.block_size * model.backend.kv_bytes_per_token,
+        at_close=lambda: _keep_profile(kept, key, scheduler),
     )
     return BuiltEngine(engine, model, scheduler_config, cache)
+
+
+def _scheduler_config(options: EngineOptions, model: Model, cache: CacheConfig, *, refines: bool) -> SchedulerConfig:
+    target_ms = options.target_step_ms
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=_max_model_len(options, model, cache),
+        policy=SchedulingPolicy(options.scheduling_policy),
+        preemption_mode=PreemptionChoice(options.preemption_mode),
+        victim_order=None if options.preemption_victim is None else VictimOrder(options.preemption_victim),
+        allow_tails=options.partial_preemption,
+        priority_aging_s=options.priority_aging_s,
+        target_step_s=None if target_ms is None else target_ms / 1000,
+        most_urgent_class=options.most_urgent_priority,
+        refine_costs=refines,
+        check_invariants=options.check_invariants,
+    )
+
+
+def _disk_tier(options: EngineOptions, cache: CacheConfig, model: Model) -> DiskTier | None:
+    """Make the file for --swap-disk. Raises ConfigError when the disk has no room for it."""
+    if not cache.num_disk_blocks:
+        return None
+    from giveway.runtime.disk_tier import DiskTier
+
+    directory = Path(options.swap_dir) if options.swap_dir is not None else Path(tempfile.gettempdir())
+    disk = DiskTier(directory, num_blocks=cache.num_disk_blocks, block_bytes=model.backend.block_bytes)
+    logger.info("disk tier: %s", disk.description)
+    return disk
+
+
+# Fewer steps than this teach nothing that would be worth keeping.
+_STEPS_TO_KEEP = 50
+
+
+def _keep_profile(kept: ProfileCache, key: str, scheduler: Scheduler) -> None:
+    if scheduler.state.next_step_id >= _STEPS_TO_KEEP:
+        kept.save(key, scheduler.state.costs)
+
+
+def _profile_key(model: Model, options: EngineOptions) -> str:
+    backend = model.backend
+    return profile_key(
+        model={"name": model.name, "kv_bytes_per_token": backend.kv_bytes_per_token, "vocabulary": backend.vocab_size},
+        dtype=options.dtype,
+        device=backend.device,
+        backend=backend.description,
+        num_threads=options.num_threads or 0,
+        processor=processor_kind(),
+        block_size=options.block_size,
+    )
 
 
 def read_cost_profile(path: Path) -> CostProfile:
@@ -147,9 +204,10 @@ def _check(options: EngineOptions) -> None:
         ("device", ("auto", "cpu", "cuda", "dry")),
         ("scheduling_policy", tuple(policy.value for policy in SchedulingPolicy)),
         ("preemption_mode", tuple(choice.value for choice in PreemptionChoice)),
+        ("preemption_victim", (None, *(order.value for order in VictimOrder))),
     ):
         if getattr(options, name) not in choices:
-            raise ConfigError(f"{name} is {getattr(options, name)!r}; it must be one of {', '.join(choices)}")
+            raise ConfigError(f"{name} is {getattr(options, name)!r}; it must be one of {', '.join(filter(None, choices))}")
     if not MOST_URGENT_CLASS <= options.default_priority <= LEAST_URGENT_CLASS:
         raise ConfigError(f"default_priority is {options.default_priority}; classes are 0 (most urgent) to 100")
 
@@ -255,7 +313,14 @@ def size_pools(options: EngineOptions, backend: Backend) -> CacheConfig:
         num_device_blocks = (_default_pool_bytes(backend) if pool_bytes is None else pool_bytes) // block_bytes
     swap_space = options.swap_space
     num_host_blocks = num_device_blocks // 2 if swap_space is None else swap_space // block_bytes
-    return CacheConfig(num_device_blocks, num_host_blocks, options.block_size, options.enable_prefix_caching)
+    return CacheConfig(
+        num_device_blocks,
+        num_host_blocks,
+        options.block_size,
+        options.enable_prefix_caching,
+        num_disk_blocks=options.swap_disk // block_bytes,
+        cache_lead_s=options.cache_lead_s,
+    )
 
 
 def _default_pool_bytes(backend: Backend) -> int:

@@ -93,13 +93,43 @@ class EngineOptions:
         "What becomes of the KV of those who give way: whichever costs the victim fewer seconds, or always the same.",
         choices=("auto", "swap", "recompute"),
     )
+    preemption_victim: str | None = _option(
+        None,
+        "Who gives way first inside a class. Default: the newest under fcfs, else the cheapest (fewest seconds lost for "
+        "each block that is still lacking).",
+        choices=("newest", "least-work", "cheapest"),
+    )
+    partial_preemption: bool = _option(True, "A victim gives up only as many blocks as are lacking.")
+    swap_dir: str | None = _option(None, "Directory of the file for --swap-disk. Default: the system's temporary one.")
+    swap_disk: int = _option(
+        0,
+        "Disk space that preempted KV goes to when --swap-space is full, such as 4GiB; a bare number is GiB. 0: none.",
+        kind="size",
+        bare_unit=GIB,
+    )
     cost_profile: str | None = _option(
         None,
-        "JSON file with the seconds that computing and copying take, kept as it is. Default: a shipped profile, "
-        "refined by real steps.",
+        "JSON file with the seconds that computing and copying take, kept as it is. Default: the one learned here "
+        "earlier, else a shipped one; refined by real steps.",
+    )
+    priority_aging_s: float | None = _option(
+        None, "The class of a request counts as one lower for every so many seconds since its arrival. Default: never."
+    )
+    target_step_ms: float | None = _option(
+        None,
+        "Milliseconds that a step may take which prefills less urgent work. Default: a chunk may double the time of a "
+        "decode step.",
+    )
+    most_urgent_priority: int | None = _option(
+        None,
+        "The most urgent class that may come: prefills of all others are held to --target-step-ms. Default: the most "
+        "urgent one seen in the last ten minutes.",
     )
     default_priority: int = _option(DEFAULT_CLASS, "Class of a request that names none: 0 (the most urgent) to 100.")
-    enable_prefix_caching: bool = _option(False, "Share the KV of equal prompt beginnings.")
+    enable_prefix_caching: bool = _option(True, "Share the KV of equal prompt beginnings.")
+    cache_lead_s: float = _option(
+        60.0, "Seconds by which shareable KV of a class outlives that of the next less urgent one."
+    )
     seed: int | None = _option(None, "Makes the seeds of unseeded requests repeatable. Default: drawn at random.")
     check_invariants: bool = _option(False, "Check the whole scheduler state after every step. Slow; for debugging.")
 
@@ -108,7 +138,7 @@ class EngineOptions:
         for field_ in fields(self):
             value, wanted = getattr(self, field_.name), [part.strip() for part in str(field_.type).split("|")]
             found = "None" if value is None else type(value).__name__  # by name: a bool must not pass for an int
-            if found not in wanted:
+            if found not in wanted and not (found == "int" and "float" in wanted):
                 raise ConfigError(f"{field_.name} is {value!r}; it must be of type {' or '.join(wanted)}")
 
 

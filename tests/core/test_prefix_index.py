@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
 from giveway.core.errors import InvariantError
 from giveway.core.ids import DeviceBlockId
-from giveway.core.prefix_index import ROOT, PrefixIndex, chain
+from giveway.core.prefix_index import ROOT, PrefixIndex, chain, root
 
 
 def test_equal_blocks_after_different_beginnings_have_different_hashes() -> None:
@@ -20,6 +21,31 @@ def test_equal_blocks_after_different_beginnings_have_different_hashes() -> None
 def test_token_ids_do_not_run_into_each_other() -> None:
     assert chain(ROOT, (1, 23)) != chain(ROOT, (12, 3))
     assert chain(ROOT, (1,)) != chain(ROOT, (1, 0))
+
+
+def test_without_a_salt_a_chain_starts_where_it_always_did() -> None:
+    assert root(b"") == ROOT
+
+
+def test_two_salts_never_share_a_prefix() -> None:
+    # Goal: whoever has another salt, or none, cannot find out what somebody else asked.
+    salts = [b"", b"\0", b"a", b"b", b"ab", b"a" * 1000, bytes(16)]
+    for tokens in ([], [(1, 2)], [(1, 2), (3, 4)]):
+        ends = set()
+        for salt in salts:
+            end = root(salt)
+            for block in tokens:
+                end = chain(end, block)
+            ends.add(end)
+        assert len(ends) == len(salts)
+    assert root(b"a") == root(b"a")
+
+
+def test_a_salt_spelled_like_a_block_is_not_taken_for_that_block() -> None:
+    # Goal: a salt is chosen by a caller, who must not be able to start in the middle of somebody else's prefix.
+    spelled = ROOT + array("I", (1, 2)).tobytes()
+    assert root(spelled) != chain(ROOT, (1, 2))
+    assert len(root(spelled)) == len(ROOT)
 
 
 def test_the_second_copy_of_a_prefix_is_not_published() -> None:

@@ -103,9 +103,11 @@ def test_more_branches_than_seats_with_others_who_are_more_urgent_change_no_answ
     )
     urgent = llm.engine.prepare([3] * 20, wishes(n=2, max_tokens=40), priority=0)
 
+    arrived: list[str] = []
+
     def arrive(*_: object) -> None:
-        if llm.engine.num_unfinished == 6:  # a branch has ended, others run
-            llm.engine.hand_in(urgent)
+        if llm.engine.num_unfinished == 6 and not arrived:  # a branch has ended, others run
+            arrived.append(llm.engine.hand_in(urgent))
 
     llm.engine.add_listener(arrive)
     (tight,) = llm.generate([PROMPT], wishes(n=7, max_tokens=30), priorities=[20])

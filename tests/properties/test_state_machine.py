@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,10 +16,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from giveway.core.config import PreemptionChoice, SchedulingPolicy
+from giveway.core.config import PreemptionChoice, SchedulingPolicy, VictimOrder
+from giveway.core.cost_profile import SHIPPED
 from giveway.core.kv_cache import BlockCopy
 from giveway.core.sampling import SamplingParams
 from giveway.runtime.dry.scripted_copies import CopyFate
+from tests.faulty_disk import FaultyDisk, Trouble
 from tests.world import World
 
 VOCABULARY = 50
@@ -50,6 +54,12 @@ class AnythingMayHappen(RuleBasedStateMachine):
         overlapped=st.booleans(),
         waits=st.booleans(),
         fates=FATES,
+        tails=st.booleans(),
+        victim_order=st.sampled_from([None, *VictimOrder]),
+        aging_s=st.sampled_from([None, None, 1.0, 7.0]),
+        target_step_s=st.sampled_from([1e6, 0.02, None]),
+        disk_blocks=st.sampled_from([0, 0, 2, 16]),
+        disk_price=st.sampled_from([1.0, 0.01, 1000.0]),
     )
     def start(
         self,
@@ -64,6 +74,12 @@ class AnythingMayHappen(RuleBasedStateMachine):
         overlapped: bool,
         waits: bool,
         fates: list[CopyFate],
+        tails: bool,
+        victim_order: VictimOrder | None,
+        aging_s: float | None,
+        target_step_s: float | None,
+        disk_blocks: int,
+        disk_price: float,
     ) -> None:
         def fate_of(copy: BlockCopy) -> CopyFate:
             return fates[copy.copy_id % len(fates)]
@@ -81,6 +97,17 @@ class AnythingMayHappen(RuleBasedStateMachine):
             copy_timeout_s=8.0,
             waits_for_copies=waits,
             vocab_size=VOCABULARY,
+            tails=tails,
+            victim_order=victim_order,
+            aging_s=aging_s,
+            target_step_s=target_step_s,
+            disk_blocks=disk_blocks,
+            disk=FaultyDisk(disk_blocks, block_size) if disk_blocks else None,
+            costs=replace(
+                SHIPPED,
+                slot_to_disk_s=SHIPPED.slot_to_disk_s * disk_price,
+                slot_from_disk_s=SHIPPED.slot_from_disk_s * disk_price,
+            ),
         )
         self.num_slots = device_blocks * block_size
         self.num_sent = 0
@@ -100,6 +127,8 @@ class AnythingMayHappen(RuleBasedStateMachine):
         stops=st.booleans(),
         poisoned_at=st.sampled_from([None] * 9 + [0, 3, 9]),
         faulty_at=st.sampled_from([None] * 9 + [0, 3, 9]),
+        num_branches=st.sampled_from([1, 1, 1, 2, 3]),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
     )
     def submit(
         self,
@@ -114,30 +143,36 @@ class AnythingMayHappen(RuleBasedStateMachine):
         stops: bool,
         poisoned_at: int | None,
         faulty_at: int | None,
+        num_branches: int,
+        salt: bytes,
     ) -> None:
         """Prompts are ones with a two somewhere, so that prefixes are shared and told apart."""
         num_prompt = min(1 + int(share * self.num_slots), 60)
-        name = f"r{self.num_sent}"
+        first = f"r{self.num_sent}"
         self.num_sent += 1
-        if poisoned_at is not None:
-            self.world.backend.poison[name] = poisoned_at
-        if faulty_at is not None:
-            self.world.backend.faults[name] = faulty_at
-        self.world.submit(
-            name,
-            priority=priority,
-            prompt=[2 if place == changed_at else 1 for place in range(num_prompt)],
-            max_tokens=new,
-            sampling=SamplingParams(
-                temperature=temperature,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                min_tokens=min(min_tokens, new),
+        for branch in range(num_branches):
+            name = f"{first}/{branch}" if branch else first
+            if poisoned_at is not None:
+                self.world.backend.poison[name] = poisoned_at
+            if faulty_at is not None:
+                self.world.backend.faults[name] = faulty_at
+            self.world.submit(
+                name,
+                priority=priority,
+                prompt=[2 if place == changed_at else 1 for place in range(num_prompt)],
                 max_tokens=new,
-            ),
-            seed=self.num_sent,
-            stop_token_ids=frozenset(range(0, VOCABULARY, 7)) if stops else frozenset(),
-        )
+                sampling=SamplingParams(
+                    temperature=temperature,
+                    logprobs=logprobs,
+                    prompt_logprobs=None if branch else prompt_logprobs,
+                    min_tokens=min(min_tokens, new),
+                    max_tokens=new,
+                ),
+                seed=self.num_sent + 1000 * branch,
+                stop_token_ids=frozenset(range(0, VOCABULARY, 7)) if stops else frozenset(),
+                branch_of=first if num_branches > 1 else None,
+                salt=salt,
+            )
 
     @precondition(lambda self: self.world.scheduler.requests)
     @rule(number=st.integers(0, MAX_UNFINISHED))
@@ -162,6 +197,12 @@ class AnythingMayHappen(RuleBasedStateMachine):
         residents = [request.request_id for request in self.world.scheduler.state.residents]
         names = residents or list(self.world.scheduler.requests)
         self.world.give_way(names[number % len(names)], choice)
+
+    @precondition(lambda self: self.world.disk is not None)
+    @rule(trouble=st.sampled_from(list(Trouble)))
+    def the_disk_has_trouble(self, trouble: Trouble) -> None:
+        assert isinstance(self.world.disk, FaultyDisk)
+        self.world.disk.trouble = trouble
 
     @rule(is_lucky=st.sampled_from([True, True, True, False]))
     def next_step_may_fail(self, is_lucky: bool) -> None:

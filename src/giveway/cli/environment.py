@@ -9,6 +9,7 @@ from difflib import get_close_matches
 import click
 
 PREFIX = "GIVEWAY_"
+CACHE_DIRECTORY = "GIVEWAY_CACHE_DIR"  # read by giveway.profile_cache, and no option of any command
 
 logger = logging.getLogger("giveway")
 
@@ -19,7 +20,7 @@ def warn_about_unknown_variables(environment: Mapping[str, str], ctx: click.Cont
     ctx: of the group of all commands. They are imported to be asked, but only if there is a variable to ask about.
     """
     given = sorted(name for name in environment if name.startswith(PREFIX))
-    known = set(variables_of(ctx.command, ctx)) if given else set()
+    known = {CACHE_DIRECTORY, *variables_of(ctx.command, ctx)} if given else set()
     bare = {name.removeprefix(PREFIX) for name in known}  # or the prefix would make any two names look alike
     for name in given:
         if name not in known:

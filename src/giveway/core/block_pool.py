@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
 from itertools import pairwise
+from math import isfinite
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from giveway.core.errors import InvariantError
@@ -14,22 +18,31 @@ BlockId = TypeVar("BlockId", bound=int)
 # Below this many blocks, inserting one by one beats sorting the whole free list again.
 _FEW = 16
 
+_IdleEntry = tuple[float, int, int]  # eviction key (s), number of the release, block; the first two order all of them
+_block_of = itemgetter(2)
+
 
 class BlockPool(Generic[BlockId]):
     """Blocks 0 .. size-1. A block is free (no content), idle (content findable, no owner) or owned (references > 0).
 
     Free blocks are handed out lowest number first, so that the blocks of one request stay neighbours and a swap is a
-    few large copies. Idle blocks are handed out after the free ones, the longest unused first.
+    few large copies. Idle blocks are handed out after the free ones, the smallest last_use_s - lead_s * class first:
+    what one class used last is kept as long as what the next more urgent one used `lead_s` seconds earlier. A block
+    counts with the most urgent class that has held it since it last had no owner.
+
+    lead_s: 0 makes the longest unused block go first, whatever its class.
     """
 
-    __slots__ = ("_cached", "_free", "_idle", "_references", "size")
+    __slots__ = ("_cached", "_classes", "_free", "_idle", "_num_shared", "_references", "size")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, lead_s: float = 0.0) -> None:
         self.size = size
         self._references = [0] * size
+        self._classes = [0] * size  # of whoever holds the block, or held it last; means nothing for a free one
         self._free: list[int] = list(range(size - 1, -1, -1))  # descending: the lowest number is popped from the end
-        self._idle: dict[int, None] = {}  # insertion order = order of last use
+        self._idle = _IdleBlocks(lead_s)
         self._cached: set[int] = set()  # content is in the prefix index
+        self._num_shared = 0
 
     @property
     def num_available(self) -> int:
@@ -46,13 +59,14 @@ class BlockPool(Generic[BlockId]):
         """Blocks with at least one reference."""
         return self.size - self.num_available
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks with two references or more."""
+        return self._num_shared
+
     def references(self, block: BlockId) -> int:
         """Return how many tables and copies hold the block."""
         return self._references[block]
-
-    def is_idle(self, block: BlockId) -> bool:
-        """Whether the block has findable content and no owner."""
-        return block in self._idle
 
     def peek_free(self, start: int, count: int) -> Sequence[int]:
         """Return up to `count` free blocks in hand-out order, leaving out the first `start`."""
@@ -60,25 +74,29 @@ class BlockPool(Generic[BlockId]):
         return self._free[max(end - count, 0) : max(end, 0)][::-1]
 
     def idle_blocks(self) -> Iterator[int]:
-        """Iterate idle blocks, the longest unused first."""
+        """Iterate idle blocks in eviction order. Of no use any more once the pool has changed."""
         return iter(self._idle)
 
-    def take(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Give each block its first reference. Returns those that held findable content, which is now lost."""
+    def take(self, blocks: Sequence[BlockId], *, priority: int = 0) -> list[BlockId]:
+        """Give each block its first reference, for a request of class `priority`.
+
+        Returns those that held findable content, which is now lost.
+        """
         evicted = []
-        free = self._free
+        references, classes, free = self._references, self._classes, self._free
         for block in blocks:
-            if self._references[block]:
-                raise InvariantError(f"block {block} was to be taken but has {self._references[block]} references")
             if free and free[-1] == block:
-                free.pop()
-            elif block in self._idle:
-                del self._idle[block]
+                del free[-1]
+            elif references[block]:
+                raise InvariantError(f"block {block} was to be taken but has {references[block]} references")
+            elif block in self._cached:
+                self._idle.remove(block, classes[block])
                 self._cached.discard(block)
                 evicted.append(block)
             else:
                 self._remove_free(block)
-            self._references[block] = 1
+            references[block] = 1
+            classes[block] = priority
         return evicted
 
     def _remove_free(self, block: int) -> None:
@@ -93,22 +111,34 @@ class BlockPool(Generic[BlockId]):
             raise InvariantError(f"block {block} was to be taken but is not free")
         del self._free[low]
 
-    def share(self, blocks: Iterable[BlockId]) -> None:
-        """Add a reference to each block; an idle one becomes owned again with its content."""
-        for block in blocks:
-            if not self._references[block]:
-                if block not in self._idle:
-                    raise InvariantError(f"block {block} was to be shared but holds nothing")
-                del self._idle[block]
-            self._references[block] += 1
+    def share(self, blocks: Iterable[BlockId], *, priority: int = 0) -> None:
+        """Add a reference to each block, for a request of class `priority`.
 
-    def release(self, blocks: Sequence[BlockId]) -> None:
+        An idle block becomes owned again with its content, and its class starts anew.
+        """
+        references, classes = self._references, self._classes
+        for block in blocks:
+            held = references[block]
+            if held:
+                if held == 1:
+                    self._num_shared += 1
+                if priority < classes[block]:
+                    classes[block] = priority
+            else:
+                if block not in self._cached:
+                    raise InvariantError(f"block {block} was to be shared but holds nothing")
+                self._idle.remove(block, classes[block])
+                classes[block] = priority
+            references[block] = held + 1
+
+    def release(self, blocks: Sequence[BlockId], *, now_s: float = 0.0) -> None:
         """Drop one reference of each block. The last one gone, a findable block is idle, any other free.
 
         Blocks become idle from the last to the first: the tail of a prefix is of use to fewer requests than its head,
-        so it is evicted first.
+        so it is evicted first. now_s: when they were used last; earlier than in a former release counts as the same.
         """
         freed: list[int] = []
+        unused: list[int] = []
         references, cached = self._references, self._cached
         for block in reversed(blocks):
             left = references[block] - 1
@@ -116,11 +146,12 @@ class BlockPool(Generic[BlockId]):
                 raise InvariantError(f"block {block} was released more often than taken")
             references[block] = left
             if left == 0:
-                if block in cached:
-                    self._idle[block] = None
-                else:
-                    freed.append(block)
+                (unused if block in cached else freed).append(block)
+            elif left == 1:
+                self._num_shared -= 1
         self._put_free(freed)
+        if unused:
+            self._idle.add(unused, self._classes, now_s)
 
     def _put_free(self, blocks: list[int]) -> None:
         if len(blocks) <= _FEW:
@@ -138,13 +169,15 @@ class BlockPool(Generic[BlockId]):
 
     def unmark_cached(self, block: BlockId) -> None:
         """The content of a block is no longer in the prefix index; without an owner it becomes free."""
+        if block not in self._cached:
+            return
         self._cached.discard(block)
-        if block in self._idle:
-            del self._idle[block]
+        if not self._references[block]:
+            self._idle.remove(block, self._classes[block])
             self._put_free([block])
 
     def check(self) -> None:
-        """Raise InvariantError unless every block is exactly one of free, idle, owned."""
+        """Raise InvariantError unless every block is exactly one of free, idle, owned, and orders and counts agree."""
         if any(a <= b for a, b in pairwise(self._free)):
             raise InvariantError("the free list is not strictly descending: a block is in it twice or out of place")
         owned = {block for block, count in enumerate(self._references) if count}
@@ -155,6 +188,60 @@ class BlockPool(Generic[BlockId]):
             )
         if not idle <= self._cached or free & self._cached:
             raise InvariantError("idle blocks must be findable, and free blocks must not be")
+        shared = sum(1 for count in self._references if count > 1)
+        if shared != self._num_shared:
+            raise InvariantError(f"{shared} blocks are shared but {self._num_shared} are counted")
+        self._idle.check(self._classes)
+
+
+class _IdleBlocks:
+    """Blocks in eviction order: by last use minus lead, and those equal in it by order of release.
+
+    Within one class that order is the order of release, because time only goes forward. So there is one queue per
+    class, and the order of all is a merge of as many heads, of which a plan reads only the beginning.
+    """
+
+    __slots__ = ("_lead_s", "_now_s", "_num_released", "_queues")
+
+    def __init__(self, lead_s: float) -> None:
+        if not (isfinite(lead_s) and lead_s >= 0):
+            raise InvariantError(f"an eviction lead of {lead_s} s a class cannot be ordered by")
+        self._lead_s = lead_s
+        self._now_s = 0.0
+        self._num_released = 0
+        # By class. Not plain dicts: finding the head of one walks over every block that was evicted from it before.
+        self._queues: dict[int, OrderedDict[int, _IdleEntry]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[int]:
+        return map(_block_of, merge(*(queue.values() for queue in self._queues.values() if queue)))
+
+    def add(self, blocks: Sequence[int], classes: Sequence[int], now_s: float) -> None:
+        """Put blocks, in order of release, where their classes (by block) place them."""
+        self._now_s = max(self._now_s, now_s)
+        queue, queue_class, key_s = OrderedDict[int, _IdleEntry](), None, 0.0
+        for number, block in enumerate(blocks, self._num_released):
+            if classes[block] != queue_class:
+                queue_class = classes[block]
+                queue = self._queues.setdefault(queue_class, OrderedDict())
+                key_s = self._now_s - self._lead_s * queue_class
+            queue[block] = (key_s, number, block)
+        self._num_released += len(blocks)
+
+    def remove(self, block: int, its_class: int) -> None:
+        """Take a block of class `its_class` out, wherever it is."""
+        del self._queues[its_class][block]
+
+    def check(self, classes: Sequence[int]) -> None:
+        """Raise InvariantError unless each block is in the queue of its class (by block), and each queue in order."""
+        for its_class, queue in self._queues.items():
+            entries = list(queue.values())
+            if any(a >= b for a, b in pairwise(entries)):
+                raise InvariantError(f"the idle blocks of class {its_class} are not in eviction order")
+            if any(block != entry[2] or classes[block] != its_class for block, entry in queue.items()):
+                raise InvariantError(f"an idle block is queued under class {its_class} which is not its class")
 
 
 def _negative(block: int) -> int:

@@ -1,46 +1,49 @@
-"""What becomes of a victim's KV: taken back for free, kept on the host, or dropped and computed again."""
+"""What becomes of a victim's KV: left in place, taken back for free, parked on a tier, or dropped and recomputed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from giveway.core.config import PreemptionChoice
 from giveway.core.cost_profile import CostProfile
-from giveway.core.plan import PreemptionMode
-from giveway.core.request import Request
+from giveway.core.kv_cache import CopyDirection, Tier
+from giveway.core.plan import Giving, PreemptionCost, PreemptionMode
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionCost:
-    """The choice for one victim, and what each way would cost it (s). None: not possible."""
+def choose_mode(giving: Giving, profile: CostProfile, wanted: PreemptionChoice, *, block_size: int) -> PreemptionCost:
+    """Choose how one victim gives way, and price every way (s).
 
-    mode: PreemptionMode
-    recompute_s: float
-    swap_s: float | None
-
-
-def choose_mode(
-    victim: Request,
-    profile: CostProfile,
-    *,
-    wanted: PreemptionChoice,
-    num_blocks: int,
-    block_size: int,
-    num_host_available: int,
-    num_shared_tokens: int = 0,
-) -> PreemptionCost:
-    """Choose how one victim gives way.
-
-    num_blocks: blocks that a swap would copy. num_host_available: host blocks still free in this plan; where they do
-    not suffice the victim recomputes, and nobody sees an error. num_shared_tokens: leading tokens in blocks that others
-    hold too and the prefix index can find, so that a recompute gets them back for nothing.
+    Where no tier has room the victim recomputes, and nobody sees an error. `swap` takes the host while it has room,
+    `auto` whatever costs the fewest seconds; ties go to the tier nearer to the device, then to recomputing.
     """
-    computed = victim.num_computed_tokens
-    recompute_s = profile.recompute_s(min(num_shared_tokens, computed), computed)
-    if victim.num_own_computed_tokens == 0:
-        return PreemptionCost(PreemptionMode.UN_ADMIT, 0.0, None)
-    if num_blocks > num_host_available:
-        return PreemptionCost(PreemptionMode.RECOMPUTE, recompute_s, None)
-    swap_s = profile.swap_s(num_blocks * block_size)
-    keeps = wanted is PreemptionChoice.SWAP or (wanted is PreemptionChoice.AUTO and swap_s < recompute_s)
-    return PreemptionCost(PreemptionMode.SWAP if keeps else PreemptionMode.RECOMPUTE, recompute_s, swap_s)
+    if giving.is_untouched:
+        return PreemptionCost(PreemptionMode.UN_ADMIT, None, 0.0, None, None)
+    if giving.num_kept_tokens >= giving.num_computed_tokens:
+        return PreemptionCost(PreemptionMode.PAUSE, None, 0.0, None, None)
+    recompute_s = profile.recompute_s(giving.num_kept_tokens, giving.num_computed_tokens)
+    prices = {tier: _swap_s(giving, profile, tier, block_size) for tier in Tier}
+    tier = _choose_tier(prices, wanted)
+    price = None if tier is None else prices[tier]
+    keeps = price is not None and (wanted is PreemptionChoice.SWAP or price < recompute_s)
+    if wanted is PreemptionChoice.RECOMPUTE or not keeps:
+        return PreemptionCost(PreemptionMode.RECOMPUTE, None, recompute_s, prices[Tier.HOST], prices[Tier.DISK])
+    return PreemptionCost(PreemptionMode.SWAP, tier, recompute_s, prices[Tier.HOST], prices[Tier.DISK])
+
+
+def _choose_tier(prices: dict[Tier, float | None], wanted: PreemptionChoice) -> Tier | None:
+    """Return the tier that a swap would go to: the nearest with room, or the cheapest."""
+    possible = [(price, place, tier) for place, (tier, price) in enumerate(prices.items()) if price is not None]
+    if not possible:
+        return None
+    return possible[0][2] if wanted is PreemptionChoice.SWAP else min(possible)[2]
+
+
+def _swap_s(giving: Giving, profile: CostProfile, tier: Tier, block_size: int) -> float | None:
+    """Seconds to park what is given up on a tier and bring it back; None: it has no room there."""
+    room = giving.host_room if tier is Tier.HOST else giving.disk_room
+    if giving.num_copied_blocks > room or giving.bound_to not in (None, tier):
+        return None
+    price = profile.swap_s(tier, giving.num_copied_blocks * block_size)
+    if tier is Tier.HOST and giving.num_moved_blocks:
+        price += profile.copy_one_way_s(CopyDirection.OUT, Tier.DISK, giving.num_moved_blocks * block_size)
+    if giving.is_awaited:
+        price += profile.copy_one_way_s(CopyDirection.OUT, tier, giving.num_copied_blocks * block_size)
+    return price

@@ -10,9 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 from giveway.core.errors import ConfigError
+from giveway.core.kv_cache import CopyDirection, Tier
 
 _LEARNING_RATE = 0.1
 _LARGEST_SURPRISE = 4.0  # one slow step on a busy machine must not move the profile by more than this factor allows
+
+_SLOT_FIELDS = {
+    (CopyDirection.OUT, Tier.HOST): "slot_out_s",
+    (CopyDirection.IN, Tier.HOST): "slot_in_s",
+    (CopyDirection.OUT, Tier.DISK): "slot_to_disk_s",
+    (CopyDirection.IN, Tier.DISK): "slot_from_disk_s",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,8 @@ class CostProfile:
     copy_s: float  # each copy, however small
     slot_out_s: float  # KV of one token, device to host
     slot_in_s: float  # KV of one token, host to device
+    slot_to_disk_s: float  # KV of one token, device or host to disk
+    slot_from_disk_s: float  # KV of one token, disk to device
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a cost."""
@@ -37,13 +47,25 @@ class CostProfile:
         """Seconds that computing positions start .. stop-1 again adds to steps that run anyway."""
         return self.token_s * (stop - start) + self.context_s * _pairs(start, stop)
 
-    def swap_s(self, num_slots: int) -> float:
-        """Seconds to copy the KV of `num_slots` tokens out and back."""
-        return 2 * self.copy_s + num_slots * (self.slot_out_s + self.slot_in_s)
+    def copy_one_way_s(self, direction: CopyDirection, tier: Tier, num_slots: int) -> float:
+        """Seconds to copy the KV of `num_slots` tokens off the device to a tier, or back."""
+        return self.copy_s + num_slots * self._slot_s(direction, tier)
+
+    def swap_s(self, tier: Tier, num_slots: int) -> float:
+        """Seconds to copy the KV of `num_slots` tokens to a tier and back."""
+        return sum(self.copy_one_way_s(direction, tier, num_slots) for direction in CopyDirection)
+
+    def _slot_s(self, direction: CopyDirection, tier: Tier) -> float:
+        value: float = getattr(self, _SLOT_FIELDS[direction, tier])
+        return value
 
     def forward_s(self, work: ForwardWork) -> float:
         """Seconds of one forward pass."""
-        return self.step_s + self.token_s * work.num_tokens + self.context_s * work.num_pairs
+        return self.step_s + self.added_s(work)
+
+    def added_s(self, work: ForwardWork) -> float:
+        """Seconds that work adds to a step that runs anyway."""
+        return self.token_s * work.num_tokens + self.context_s * work.num_pairs
 
     def refined(self, seen: ForwardWork, actual_s: float) -> CostProfile:
         """Return the profile moved a little towards what a step took.
@@ -66,21 +88,15 @@ class CostProfile:
             context_s=moved(self.context_s, seen.num_pairs),
         )
 
-    def with_copies(self, *, num_out: int, out_s: float, num_in: int, in_s: float) -> CostProfile:
+    def with_copy(self, direction: CopyDirection, tier: Tier, num_slots: int, actual_s: float) -> CostProfile:
         """Return the profile moved a little towards what copies of so many slots took (s)."""
-
-        def moved(slot_s: float, count: int, actual_s: float) -> float:
-            expected_s = self.copy_s + slot_s * count
-            if not count or actual_s <= 0 or expected_s <= 0:
-                return slot_s
-            surprise = min(max(actual_s / expected_s, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE) - 1
-            return slot_s * (1 + _LEARNING_RATE * surprise)
-
-        return replace(
-            self,
-            slot_out_s=moved(self.slot_out_s, num_out, out_s),
-            slot_in_s=moved(self.slot_in_s, num_in, in_s),
-        )
+        expected_s = self.copy_one_way_s(direction, tier, num_slots)
+        if not num_slots or actual_s <= 0 or expected_s <= 0:
+            return self
+        surprise = min(max(actual_s / expected_s, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE) - 1
+        moved_s = self._slot_s(direction, tier) * (1 + _LEARNING_RATE * surprise)
+        changed: dict[str, float] = {_SLOT_FIELDS[direction, tier]: moved_s}
+        return replace(self, **changed)
 
     def as_dict(self) -> dict[str, float]:
         """Return the numbers by name, as a profile file holds them."""
@@ -114,6 +130,15 @@ def _pairs(start: int, stop: int) -> int:
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
-# SmolLM2-135M in float32 on 2 cores of a server CPU: steps from `giveway bench exact`, copies at 4 GB/s. Where it is
-# wrong it is corrected by the first steps; the order of magnitude is what matters.
-SHIPPED = CostProfile(step_s=0.015, token_s=0.0007, context_s=2e-7, copy_s=2e-5, slot_out_s=1.2e-5, slot_in_s=1.2e-5)
+# SmolLM2-135M in float32 on 2 cores of a server CPU: steps from `giveway bench exact`, host copies at 4 GB/s, disk at
+# 1 GB/s. Where it is wrong it is corrected by the first steps; the order of magnitude is what matters.
+SHIPPED = CostProfile(
+    step_s=0.015,
+    token_s=0.0007,
+    context_s=2e-7,
+    copy_s=2e-5,
+    slot_out_s=1.2e-5,
+    slot_in_s=1.2e-5,
+    slot_to_disk_s=4.6e-5,
+    slot_from_disk_s=4.6e-5,
+)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from giveway.core.errors import InvalidRequestError
 from giveway.core.ids import RequestId, TokenId
-from giveway.core.plan import CopyDirection, PreemptionMode, TokenLogprobs
+from giveway.core.plan import CopyDirection, PreemptionMode, Tier, TokenLogprobs
 from giveway.core.request import FinishReason
 
 
@@ -57,7 +57,10 @@ class Preempted:
     time_s: float
     beneficiary: RequestId | None  # None: by command, or after a failed step
     mode: PreemptionMode
-    num_blocks: int  # device blocks it held
+    num_blocks: int  # device blocks that it gives up
+    num_kept: int = 0  # leading blocks that it keeps
+    tier: Tier | None = None  # with a swap: where its KV goes
+    is_again: bool = False  # it had given way before and now gives up more of what it had kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,18 @@ class CopyEnded:
     time_s: float
     direction: CopyDirection
     num_blocks: int
+    tier: Tier
     failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedMoved:
+    """Parked KV made room on the host for somebody better-ranked; without a tier it is gone and computed again."""
+
+    request_id: RequestId
+    time_s: float
+    num_blocks: int
+    tier: Tier | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,5 +119,14 @@ class Finished:
 
 
 StepEvent = (
-    TokenEmitted | Accepted | Refused | Admitted | Preempted | CopyEnded | TokensComputed | PromptLogprobs | Finished
+    TokenEmitted
+    | Accepted
+    | Refused
+    | Admitted
+    | Preempted
+    | CopyEnded
+    | ParkedMoved
+    | TokensComputed
+    | PromptLogprobs
+    | Finished
 )

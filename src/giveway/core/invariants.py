@@ -22,7 +22,7 @@ def check_invariants(state: SchedulerState) -> None:
     residents = len(state.residents)
     if residents > state.config.max_num_seqs:
         raise InvariantError(f"{residents} residents on {state.config.max_num_seqs} seats")
-    owners = state.kv.tables.keys() | state.kv.host_tables.keys()
+    owners = state.kv.tables.keys() | state.kv.kept.keys() | state.kv.parked.keys()
     if not owners <= state.requests.keys():
         raise InvariantError(f"finished requests still own blocks: {sorted(owners - state.requests.keys())}")
 
@@ -49,19 +49,26 @@ def _check_containers(state: SchedulerState) -> None:
 def _check_request(state: SchedulerState, request: Request) -> None:
     name, block_size = request.request_id, state.cache_config.block_size
     table = state.kv.tables.get(name)
-    host_table = state.kv.host_tables.get(name)
+    kept, parked = state.kv.kept.get(name, ()), state.kv.parked.get(name)
     if (table is not None) != (request.state in RESIDENT_STATES):
         raise InvariantError(
             f"{name} is {request.state.name} and {'has' if table is not None else 'lacks'} a block table"
         )
-    if (host_table is not None) != (request.state is RequestState.SWAPPED):
-        raise InvariantError(f"{name} is {request.state.name}, host blocks: {host_table}")
+    if (parked is not None) != (request.state is RequestState.SWAPPED):
+        raise InvariantError(f"{name} is {request.state.name}, parked: {parked}")
+    if kept and (table is not None or request.state is RequestState.WAITING):
+        raise InvariantError(f"{name} is {request.state.name} and keeps {len(kept)} blocks")
     if table is not None and len(table) * block_size < request.num_computed_tokens:
         raise InvariantError(f"{name} has computed {request.num_computed_tokens} tokens into {len(table)} blocks")
-    if host_table is not None and len(host_table) != blocks_for(request.num_computed_tokens, block_size):
-        raise InvariantError(f"{name} parks {request.num_computed_tokens} tokens in {len(host_table)} host blocks")
-    if request.state in (RequestState.WAITING, RequestState.PREEMPTED) and request.num_computed_tokens:
-        raise InvariantError(f"{name} is {request.state.name} but counts {request.num_computed_tokens} computed tokens")
+    num_parked = len(parked.blocks) if parked is not None else 0
+    if parked is not None and len(kept) + num_parked != blocks_for(request.num_computed_tokens, block_size):
+        raise InvariantError(
+            f"{name} keeps {len(kept)} blocks and parks {num_parked} for {request.num_computed_tokens} tokens"
+        )
+    if request.state is RequestState.WAITING and request.num_computed_tokens:
+        raise InvariantError(f"{name} is waiting but counts {request.num_computed_tokens} computed tokens")
+    if request.state is RequestState.PREEMPTED and request.num_computed_tokens > len(kept) * block_size:
+        raise InvariantError(f"{name} counts {request.num_computed_tokens} tokens and keeps {len(kept)} blocks")
     if request.num_known_tokens != len(request.spec.prompt_token_ids) + len(request.output_token_ids):
         raise InvariantError(f"{name} knows {request.num_known_tokens} tokens, which is not prompt + output")
     if not request.num_hit_tokens <= request.num_computed_tokens < request.num_known_tokens:

@@ -40,4 +40,5 @@ def blocks_written(plan: StepPlan, block_size: int) -> set[DeviceBlockId]:
         written.add(table[position // block_size])
     for swap_in in plan.swap_ins:
         written.update(swap_in.copy.device_blocks)
+    written.update(admission.fork.target for admission in plan.admissions if admission.fork is not None)
     return written

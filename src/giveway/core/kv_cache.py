@@ -1,8 +1,11 @@
-"""The KV cache as numbers: device pool, host pool, block tables, prefix index and copies under way.
+"""The KV cache as numbers: three pools, block tables, prefix index and copies under way.
 
 Who holds a device block: every table that lists it and every copy under way that reads or writes it, one reference
 each. A copy holds its blocks itself, so a request may end while its copy still runs: the blocks come back with the
 copy, never before.
+
+Where the KV of a request is: in the table of a resident; in the leading blocks that a request keeps which gave way and
+was asked for its tail only; parked on the host or on disk.
 """
 
 from __future__ import annotations
@@ -11,32 +14,60 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, cast
 
 from giveway.core.block_pool import BlockPool
 from giveway.core.config import CacheConfig
 from giveway.core.errors import InvariantError
-from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, HostBlockId, RequestId, TokenId
-from giveway.core.prefix_index import ROOT, BlockHash, PrefixIndex, chain
+from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, DiskBlockId, HostBlockId, RequestId, TokenId
+from giveway.core.prefix_index import BlockHash, PrefixIndex, chain, root
 
-HostTable = tuple[HostBlockId, ...]
+ParkedTable = tuple[HostBlockId, ...] | tuple[DiskBlockId, ...]
+"""Blocks of one tier off the device that hold KV of one request, in logical order."""
+
+
+class Tier(Enum):
+    """Where KV is parked off the device."""
+
+    HOST = "host"
+    DISK = "disk"
 
 
 class CopyDirection(Enum):
     """Which way a block copy goes."""
 
-    OUT = "out"  # device to host
-    IN = "in"  # host to device
+    OUT = "out"  # off the device
+    IN = "in"  # back to it
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """KV of a swapped request: all that it has computed, but for leading blocks that it keeps on the device."""
+
+    tier: Tier
+    blocks: ParkedTable
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Whole blocks of one request to be copied, pairwise."""
+    """Whole blocks of one request to be copied between the device and one other tier, pairwise."""
 
     copy_id: CopyId
     request_id: RequestId
     direction: CopyDirection
     device_blocks: BlockTable
-    host_blocks: HostTable
+    parked_blocks: ParkedTable
+    tier: Tier = Tier.HOST
+
+
+@dataclass(frozen=True, slots=True)
+class TierMove:
+    """Parked KV moves on from the host to the disk, so that somebody better-ranked finds room on the host."""
+
+    copy_id: CopyId
+    request_id: RequestId
+    host_blocks: tuple[HostBlockId, ...]
+    disk_blocks: tuple[DiskBlockId, ...]
 
 
 class KVCache:
@@ -44,20 +75,32 @@ class KVCache:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.device: BlockPool[DeviceBlockId] = BlockPool(config.num_device_blocks)
+        self.device: BlockPool[DeviceBlockId] = BlockPool(config.num_device_blocks, lead_s=config.cache_lead_s)
         self.host: BlockPool[HostBlockId] = BlockPool(config.num_host_blocks)
+        self.disk: BlockPool[DiskBlockId] = BlockPool(config.num_disk_blocks)
         self.index: PrefixIndex | None = PrefixIndex() if config.enable_prefix_caching else None
-        self.tables: dict[RequestId, BlockTable] = {}
-        self.host_tables: dict[RequestId, HostTable] = {}
+        self.tables: dict[RequestId, BlockTable] = {}  # of residents
+        self.kept: dict[RequestId, BlockTable] = {}  # leading blocks of those who gave up a tail, or their seat only
+        self.parked: dict[RequestId, Parked] = {}
         self.copies: dict[CopyId, BlockCopy] = {}  # under way
         self.lost: set[CopyId] = set()  # of these, not heard of for too long: blocks stay pinned, nobody counts on them
+        self.now_s = 0.0  # when blocks that become idle now were used last
+        self._arriving: dict[CopyId, Parked] = {}  # what a copy out completes: held by it until it ends
         self._hashes: dict[RequestId, list[BlockHash]] = {}  # of the full blocks of the known tokens
         self._num_published: dict[RequestId, int] = {}  # leading blocks of the table that publish has seen
+
+    def pool_of(self, tier: Tier) -> BlockPool[Any]:
+        """Return the pool of a tier off the device."""
+        return self.host if tier is Tier.HOST else self.disk
 
     # Prefixes
 
     def learn(
-        self, request_id: RequestId, num_known_tokens: int, tokens: Callable[[int, int], Sequence[TokenId]]
+        self,
+        request_id: RequestId,
+        num_known_tokens: int,
+        tokens: Callable[[int, int], Sequence[TokenId]],
+        salt: bytes = b"",
     ) -> None:
         """Extend the hash chain of a request to the full blocks of its known tokens; tokens(start, stop) gives them."""
         if self.index is None:
@@ -65,7 +108,7 @@ class KVCache:
         size = self.config.block_size
         hashes = self._hashes.setdefault(request_id, [])
         for block in range(len(hashes), num_known_tokens // size):
-            parent = hashes[-1] if hashes else ROOT
+            parent = hashes[-1] if hashes else root(salt)
             hashes.append(chain(parent, tokens(block * size, (block + 1) * size)))
 
     def find_prefix(self, request_id: RequestId, num_known_tokens: int) -> BlockTable:
@@ -105,31 +148,66 @@ class KVCache:
 
     # Residency
 
-    def admit(self, request_id: RequestId, *, hits: BlockTable, new: BlockTable) -> None:
-        """Give a request its table: shared prefix blocks, then blocks of its own."""
+    def admit(
+        self, request_id: RequestId, *, hits: BlockTable, new: BlockTable, priority: int = 0, num_published: int = 0
+    ) -> None:
+        """Give a request its table: what it kept, shared prefix blocks, then blocks of its own. Parked KV is let go.
+
+        priority: its class, for the eviction order. num_published: leading blocks that are full already.
+        """
         if request_id in self.tables:
             raise InvariantError(f"{request_id} already has a block table")
-        self.device.share(hits)
-        self._take(new)
-        self.tables[request_id] = hits + new
-        self._num_published[request_id] = len(hits)
+        kept = self.kept.pop(request_id, ())
+        self.drop_parked(request_id)
+        self.device.share(hits, priority=priority)
+        self._take(new, priority)
+        self.tables[request_id] = kept + hits + new
+        self._num_published[request_id] = num_published
 
-    def grow(self, request_id: RequestId, table: BlockTable) -> None:
+    def grow(self, request_id: RequestId, table: BlockTable, priority: int = 0) -> None:
         """Replace a table by a longer one that starts with it."""
         old = self.tables[request_id]
         if table[: len(old)] != old:
             raise InvariantError(f"{request_id}: the grown block table does not start with the old one")
-        self._take(table[len(old) :])
+        self._take(table[len(old) :], priority)
         self.tables[request_id] = table
+
+    def give_up(self, request_id: RequestId, num_kept: int) -> None:
+        """Take blocks off the tail of a resident, or of one that kept some, but for the first `num_kept`."""
+        table = self._leave(request_id, num_kept)
+        self.device.release(table[num_kept:], now_s=self.now_s)
+
+    def _leave(self, request_id: RequestId, num_kept: int) -> BlockTable:
+        """End a residency, or shrink what was kept; returns the table as it was: its tail is the caller's to release."""
+        table = self.tables.pop(request_id, None)
+        if table is None:
+            table = self.kept.pop(request_id)
+        if num_kept:
+            self.kept[request_id] = table[:num_kept]
+        self._num_published.pop(request_id, None)
+        return table
+
+    def drop_parked(self, request_id: RequestId) -> None:
+        """Let parked KV go. None: a no-op."""
+        parked = self.parked.pop(request_id, None)
+        if parked is not None:
+            self.pool_of(parked.tier).release(parked.blocks)
+
+    def move_to_disk(self, move: TierMove) -> None:
+        """The parked KV of a request has been copied from the host to the disk."""
+        if self.parked[move.request_id].blocks != move.host_blocks:
+            raise InvariantError(f"{move.request_id}: the move does not read the request's own host blocks")
+        self.drop_parked(move.request_id)
+        self.disk.take(move.disk_blocks)
+        self.parked[move.request_id] = Parked(Tier.DISK, move.disk_blocks)
 
     def release(self, request_id: RequestId) -> None:
         """Drop a request's references on every tier; what copies hold stays until they end. Gone already: a no-op."""
-        table = self.tables.pop(request_id, None)
-        if table is not None:
-            self.device.release(table)
-        host_table = self.host_tables.pop(request_id, None)
-        if host_table is not None:
-            self.host.release(host_table)
+        for tables in (self.tables, self.kept):
+            table = tables.pop(request_id, None)
+            if table is not None:
+                self.device.release(table, now_s=self.now_s)
+        self.drop_parked(request_id)
         self._num_published.pop(request_id, None)
 
     def forget(self, request_id: RequestId) -> None:
@@ -137,31 +215,50 @@ class KVCache:
         self.release(request_id)
         self._hashes.pop(request_id, None)
 
-    def _take(self, blocks: BlockTable) -> None:
-        evicted = self.device.take(blocks)
+    def _take(self, blocks: BlockTable, priority: int) -> None:
+        evicted = self.device.take(blocks, priority=priority)
         if self.index is not None:
             for block in evicted:
                 self.index.drop(block)
 
     # Copies
 
-    def begin_copy(self, copy: BlockCopy, *, table: BlockTable = ()) -> None:
-        """Start a copy. Out: the table's blocks pass to the copy. In: `table` is the request's new device table."""
+    def begin_copy_out(self, copy: BlockCopy, *, num_kept: int, parked: ParkedTable) -> None:
+        """Start a copy off the device; what it reads passes from the request to the copy.
+
+        num_kept: leading blocks that stay with the request. parked: where the content of the blocks behind them will
+        be; of these the copy writes its own, and others are shared, because a copy of the same plan writes them.
+        """
+        self._begin(copy)
+        table = self._leave(copy.request_id, num_kept)
+        read = set(copy.device_blocks)
+        if not read <= set(table[num_kept:]):
+            raise InvariantError(f"{copy.request_id}: the copy out does not read the request's own blocks")
+        self.device.release([block for block in table[num_kept:] if block not in read], now_s=self.now_s)
+        pool = self.pool_of(copy.tier)
+        pool.take(copy.parked_blocks)
+        written = set(copy.parked_blocks)
+        pool.share([block for block in parked if block not in written])
+        before = self.parked.pop(copy.request_id, None)  # a tail that was given up earlier
+        if before is not None:
+            if before.tier is not copy.tier:
+                raise InvariantError(f"{copy.request_id}: its KV would be parked on two tiers")
+            parked = cast("ParkedTable", (*parked, *before.blocks))
+        self._arriving[copy.copy_id] = Parked(copy.tier, parked)
+
+    def begin_copy_in(
+        self, copy: BlockCopy, *, hits: BlockTable, new: BlockTable, priority: int = 0, num_published: int = 0
+    ) -> None:
+        """Start a copy back; the request gets its table, and whatever is parked and need not be copied is let go."""
+        self._begin(copy)
+        self.pool_of(copy.tier).share(copy.parked_blocks)
+        self.admit(copy.request_id, hits=hits, new=new, priority=priority, num_published=num_published)
+        self.device.share(copy.device_blocks, priority=priority)
+
+    def _begin(self, copy: BlockCopy) -> None:
         if copy.copy_id in self.copies:
             raise InvariantError(f"copy {copy.copy_id} was begun twice")
         self.copies[copy.copy_id] = copy
-        if copy.direction is CopyDirection.OUT:
-            old = self.tables.pop(copy.request_id)
-            if old[: len(copy.device_blocks)] != copy.device_blocks:
-                raise InvariantError(f"{copy.request_id}: the copy out does not read the request's own blocks")
-            self.device.release(old[len(copy.device_blocks) :])
-            self.host.take(copy.host_blocks)
-            self._num_published.pop(copy.request_id, None)
-        else:
-            if self.host_tables.pop(copy.request_id) != copy.host_blocks:
-                raise InvariantError(f"{copy.request_id}: the copy in does not read the request's own host blocks")
-            self.admit(copy.request_id, hits=(), new=table)
-            self.device.share(copy.device_blocks)
 
     def end_copy(self, copy_id: CopyId, *, keep: bool) -> BlockCopy | None:
         """End a copy and return it; None when it is not under way (it was heard of before).
@@ -172,12 +269,27 @@ class KVCache:
         if copy is None:
             return None
         self.lost.discard(copy_id)
-        self.device.release(copy.device_blocks)
-        if copy.direction is CopyDirection.OUT and keep:
-            self.host_tables[copy.request_id] = copy.host_blocks
+        self.device.release(copy.device_blocks, now_s=self.now_s)
+        if copy.direction is CopyDirection.IN:
+            self.pool_of(copy.tier).release(copy.parked_blocks)
         else:
-            self.host.release(copy.host_blocks)
+            parked = self._arriving.pop(copy_id)
+            if keep:
+                self.parked[copy.request_id] = parked
+            else:
+                self.pool_of(parked.tier).release(parked.blocks)
         return copy
+
+    def sharing_parked(self, copy: BlockCopy) -> list[RequestId]:
+        """Return the requests, other than its own, whose parked KV includes blocks that a copy out writes."""
+        written = set(copy.parked_blocks)
+        owners = [(name, parked) for name, parked in self.parked.items() if name != copy.request_id]
+        owners += [(self.copies[other].request_id, parked) for other, parked in self._arriving.items()]
+        return [
+            name
+            for name, parked in owners
+            if name != copy.request_id and parked.tier is copy.tier and not written.isdisjoint(parked.blocks)
+        ]
 
     def live_copies(self) -> list[BlockCopy]:
         """Return the copies under way whose end can still be counted on."""
@@ -193,26 +305,28 @@ class KVCache:
     def check(self) -> None:
         """Raise InvariantError unless every reference is accounted for on every tier."""
         held: Counter[int] = Counter()
-        for table in self.tables.values():
+        for table in (*self.tables.values(), *self.kept.values()):
             if len(set(table)) != len(table):
                 raise InvariantError(f"a block is twice in one table: {table}")
             held.update(table)
-        held_host: Counter[int] = Counter()
-        for host_table in self.host_tables.values():
-            held_host.update(host_table)
+        parked_in: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
+        for parked in (*self.parked.values(), *self._arriving.values()):
+            parked_in[parked.tier].update(parked.blocks)
         for copy in self.copies.values():
             held.update(copy.device_blocks)
-            held_host.update(copy.host_blocks)
+            if copy.direction is CopyDirection.IN:
+                parked_in[copy.tier].update(copy.parked_blocks)
         _compare("device", self.device, held)
-        _compare("host", self.host, held_host)
         self.device.check()
-        self.host.check()
+        for tier, counted in parked_in.items():
+            _compare(tier.value, self.pool_of(tier), counted)
+            self.pool_of(tier).check()
         if self.index is not None:
             self.index.check()
 
 
-def _compare(tier: str, pool: BlockPool[DeviceBlockId] | BlockPool[HostBlockId], held: Counter[int]) -> None:
+def _compare(tier: str, pool: BlockPool[Any], held: Counter[int]) -> None:
     for block in range(pool.size):
-        counted = pool.references(block)  # type: ignore[arg-type]  # both id types are integers
+        counted = pool.references(block)
         if counted != held[block]:
             raise InvariantError(f"{tier} block {block} counts {counted} references but {held[block]} hold it")

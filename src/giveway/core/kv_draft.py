@@ -7,7 +7,7 @@ from typing import cast
 
 from giveway.core.errors import InvariantError
 from giveway.core.ids import BlockTable, DeviceBlockId, RequestId
-from giveway.core.kv_cache import HostTable, KVCache
+from giveway.core.kv_cache import KVCache, ParkedTable, Tier
 
 
 class KVDraft:
@@ -15,26 +15,26 @@ class KVDraft:
 
     __slots__ = (
         "_change",
-        "_host_taken",
         "_idle",
         "_kv",
         "_num_free_taken",
         "_overwritten",
+        "_parked_free",
+        "_parked_taken",
         "_released",
         "_revived",
         "_under_copy",
         "num_available",
-        "num_host_available",
         "num_promised",
     )
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
         self.num_available = kv.device.num_available  # device blocks this plan may still take
-        self.num_host_available = kv.host.num_available
         self.num_promised = 0  # device blocks that come back when a copy ends: under way, or begun by this plan
         self._num_free_taken = 0
-        self._host_taken = 0
+        self._parked_taken = dict.fromkeys(Tier, 0)  # of the free blocks of each tier
+        self._parked_free: dict[Tier, list[int]] = {tier: [] for tier in Tier}  # given back within this plan
         self._idle: Iterator[int] | None = None
         self._released: dict[DeviceBlockId, None] = {}  # by victims of this plan, last owner gone
         self._revived: set[int] = set()  # idle blocks that a prefix hit of this plan shares
@@ -124,14 +124,26 @@ class KVDraft:
         """Return an empty count of what a set of owners would free; `keep` is what the beneficiary wants to share."""
         return DraftFreedBlocks(self, keep)
 
-    def take_host(self, count: int) -> HostTable | None:
-        """Set host blocks aside, or return None when the host pool lacks room."""
-        if count > self.num_host_available:
-            return None
-        self.num_host_available -= count
-        blocks = self._kv.host.peek_free(self._host_taken, count)
-        self._host_taken += count
-        return cast("HostTable", tuple(blocks))
+    def num_parked_available(self, tier: Tier) -> int:
+        """Return how many blocks of a tier off the device this plan may still take."""
+        return self._kv.pool_of(tier).num_available - self._parked_taken[tier] + len(self._parked_free[tier])
+
+    def take_parked(self, tier: Tier, count: int) -> ParkedTable:
+        """Set blocks of a tier off the device aside."""
+        if count > self.num_parked_available(tier):
+            raise InvariantError(f"the plan parks {count} blocks on the {tier.value}, which lacks room")
+        blocks = list(self._kv.pool_of(tier).peek_free(self._parked_taken[tier], count))
+        self._parked_taken[tier] += len(blocks)
+        again, self._parked_free[tier] = _split(self._parked_free[tier], count - len(blocks))
+        return cast("ParkedTable", (*blocks, *again))
+
+    def free_parked(self, tier: Tier, blocks: Iterable[int]) -> None:
+        """Count blocks as free again: their content moves on, is dropped, or will not be parked after all."""
+        self._parked_free[tier].extend(blocks)
+
+
+def _split(blocks: list[int], count: int) -> tuple[list[int], list[int]]:
+    return blocks[:count], blocks[count:]
 
 
 class DraftFreedBlocks:

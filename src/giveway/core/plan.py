@@ -6,25 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from giveway.core.ids import BlockTable, CopyId, RequestId, TokenId
-from giveway.core.kv_cache import BlockCopy, CopyDirection
+from giveway.core.config import PreemptionChoice
+from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, RequestId, TokenId
+from giveway.core.kv_cache import BlockCopy, CopyDirection, ParkedTable, Tier, TierMove
 from giveway.core.request import StopDecision
 
 __all__ = [
     "Admission",
     "BlockCopy",
+    "BlockFork",
     "CopyDirection",
     "Decodes",
     "Deferral",
     "DeferralReason",
     "GivenUp",
+    "Giving",
     "Growth",
     "Preemption",
+    "PreemptionCost",
     "PreemptionMode",
     "ScheduledChunk",
     "StepOutcome",
     "StepPlan",
     "SwapIn",
+    "Tier",
+    "TierMove",
     "TokenLogprobs",
 ]
 
@@ -32,8 +38,9 @@ __all__ = [
 class PreemptionMode(Enum):
     """What becomes of the KV of a victim."""
 
-    SWAP = "swap"  # copied to the host, and back later
+    SWAP = "swap"  # copied off the device, and back later
     RECOMPUTE = "recompute"  # dropped; prompt + generated tokens are prefilled again later
+    PAUSE = "pause"  # all of it stays where it is: only the seat, or blocks not yet written, were asked for
     UN_ADMIT = "un_admit"  # nothing of its own was computed: the admission is taken back
 
 
@@ -44,39 +51,92 @@ class DeferralReason(Enum):
     NO_TOKENS = "no_tokens"  # the token budget of the step went to more urgent work
     NO_SEAT = "no_seat"  # every seat is taken by work that it may not displace
     COPY_IN_FLIGHT = "copy_in_flight"  # its own copy, or the copy that frees its room, is under way
+    PROMPT_IN_PROGRESS = "prompt_in_progress"  # another answer to its prompt is computing the KV that both will share
+    GIVES_WAY = "gives_way"  # more of what it had kept, or its place on the host, is taken in this very step
     FORCED_OUT = "forced_out"  # told to give way in this very step
     FAULT_ISOLATION = "fault_isolation"  # a failed step is being repeated in parts to find the culprit
     BEHIND_DEFERRED = "behind_deferred"  # not looked at: a better-ranked request could not be served
 
 
 @dataclass(frozen=True, slots=True)
+class Giving:
+    """What one victim would give up: the facts that its mode is chosen by, as plain numbers for the trace."""
+
+    num_blocks: int  # device blocks that it would give up
+    num_computed_tokens: int  # tokens that have KV, on whatever tier
+    num_kept_tokens: int  # of these, in leading blocks that it keeps
+    num_copied_blocks: int  # blocks that a swap would copy: filled, and not copied for another victim already
+    is_untouched: bool  # it has computed nothing of its own, and keeps nothing
+    host_room: int  # host blocks that are free for it, or would be
+    disk_room: int
+    num_moved_blocks: int = 0  # of the host room, blocks that must be copied to the disk first
+    bound_to: Tier | None = None  # a part of it is parked there already
+    is_awaited: bool = False  # its beneficiary has to wait until a copy out has ended
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCost:
+    """The choice for one victim, and the seconds that each way would cost it. None: not possible."""
+
+    mode: PreemptionMode
+    tier: Tier | None  # where a swap goes
+    recompute_s: float
+    host_s: float | None
+    disk_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Preemption:
-    """One resident gives way."""
+    """One request gives way: a resident, or one that had kept a part and now gives up more of it."""
 
     victim: RequestId
     beneficiary: RequestId | None  # None: told to, by command
-    mode: PreemptionMode
-    num_blocks: int  # blocks of its table
-    recompute_s: float = 0.0  # estimated cost of dropping its KV (s)
-    swap_s: float | None = None  # estimated cost of keeping it on the host (s); None: impossible
+    giving: Giving
+    wanted: PreemptionChoice
+    cost: PreemptionCost
+    num_kept: int = 0  # leading blocks that stay with it
+    parked: ParkedTable = ()  # with a swap: where the blocks behind them will be, in order
+    whole: PreemptionCost | None = None  # what giving up everything would have cost; None: it does
+    is_resident: bool = True  # it had a seat
+
+    @property
+    def mode(self) -> PreemptionMode:
+        """What becomes of its KV."""
+        return self.cost.mode
+
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks that it gives up."""
+        return self.giving.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFork:
+    """A partly filled block of one request becomes the start of another's: copied before either writes on."""
+
+    source: DeviceBlockId
+    target: DeviceBlockId
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes a seat and blocks to compute in: hits from the prefix index, then new ones."""
+    """A request takes a seat and blocks to compute in: behind what it kept, prefix hits, then new ones."""
 
     request_id: RequestId
     hits: BlockTable
     new: BlockTable
     is_guest: bool
+    num_computed_tokens: int = 0  # whose KV it then has
+    fork: BlockFork | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """A swapped request takes a seat; `copy` brings its KV into the first blocks of `table`."""
+    """A swapped request takes a seat; `copy` brings its KV into the first of the new blocks."""
 
     copy: BlockCopy
-    table: BlockTable
+    hits: BlockTable
+    new: BlockTable
     is_guest: bool
 
 
@@ -117,6 +177,7 @@ class Deferral:
 
     request_id: RequestId
     reason: DeferralReason
+    lacking_blocks: int = 0  # with NO_DEVICE_BLOCKS: how many more it would need
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +190,13 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything one step does. Executed in this order: copies out, copies in, forward, sample."""
+    """Everything one step does. In this order: moves, copies out, forks, copies in, forward, sample."""
 
     step_id: int
     state_version: int  # of the state it was made on; commit refuses any other
     preemptions: tuple[Preemption, ...] = ()
+    moves: tuple[TierMove, ...] = ()
+    dropped: tuple[RequestId, ...] = ()  # their parked KV makes room on the host for somebody more urgent
     copies_out: tuple[BlockCopy, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
     admissions: tuple[Admission, ...] = ()
@@ -146,7 +209,7 @@ class StepPlan:
     @property
     def is_idle(self) -> bool:
         """Whether executing the plan would touch nothing on the device."""
-        return not (self.chunks or self.decodes or self.copies_out or self.swap_ins)
+        return not (self.chunks or self.decodes or self.copies_out or self.swap_ins or self.moves)
 
     @property
     def is_empty(self) -> bool:
@@ -176,13 +239,9 @@ class StepPlan:
     def describe(self) -> str:
         """Return the plan in words, one action a line."""
         lines = [f"step {self.step_id}: {self.num_tokens} tokens"]
-        for p in self.preemptions:
-            who = f"for {p.beneficiary}" if p.beneficiary else "by command"
-            swap = "impossible" if p.swap_s is None else f"{1e3 * p.swap_s:.2f} ms"
-            lines.append(
-                f"  {p.victim} gives way {who}: {p.mode.value}, {p.num_blocks} blocks "
-                f"(recompute {1e3 * p.recompute_s:.2f} ms, swap {swap})"
-            )
+        lines += [f"  {_in_words(preemption)}" for preemption in self.preemptions]
+        lines += [f"  {m.request_id} moves from host to disk: {len(m.host_blocks)} blocks" for m in self.moves]
+        lines += [f"  {name} loses its parked KV" for name in self.dropped]
         lines += [f"  {s.copy.request_id} is swapped in: {len(s.copy.device_blocks)} blocks" for s in self.swap_ins]
         lines += [
             f"  {a.request_id} is admitted{' as a guest' if a.is_guest else ''}: "
@@ -195,6 +254,17 @@ class StepPlan:
         lines += [f"  {d.request_id} waits: {d.reason.value}" for d in self.deferrals]
         lines += [f"  {g.request_id} ends: {g.message}" for g in self.given_up]
         return "\n".join(lines)
+
+
+def _in_words(preemption: Preemption) -> str:
+    who = f"for {preemption.beneficiary}" if preemption.beneficiary else "by command"
+    cost, tier = preemption.cost, preemption.cost.tier
+    prices = {"recompute": cost.recompute_s, "host": cost.host_s, "disk": cost.disk_s}
+    told = ", ".join(f"{way} " + ("impossible" if s is None else f"{1e3 * s:.2f} ms") for way, s in prices.items())
+    return (
+        f"{preemption.victim} gives way {who}: {cost.mode.value}{f' to {tier.value}' if tier else ''}, "
+        f"{preemption.num_blocks} blocks, keeps {preemption.num_kept} ({told})"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +285,7 @@ class StepOutcome:
     now_s: float  # when the step ended
     duration_s: float = 0.0
     forward_s: float = 0.0  # of this, the forward pass and sampling
-    copy_out_s: float = 0.0  # of this, copies that ended within the step
+    copy_out_s: float = 0.0  # of this, copies (and moves) off the device that ended within the step
     copy_in_s: float = 0.0
     sampled: Mapping[RequestId, TokenId] = field(default_factory=dict)
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
@@ -223,5 +293,5 @@ class StepOutcome:
     prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     faults: Mapping[RequestId, str] = field(default_factory=dict)  # ends that request alone
     stops: Mapping[RequestId, StopDecision] = field(default_factory=dict)
-    finished_copies: tuple[CopyId, ...] = ()
+    finished_copies: tuple[CopyId, ...] = ()  # moves between tiers among them
     failed_copies: tuple[CopyId, ...] = ()

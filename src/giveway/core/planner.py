@@ -8,30 +8,30 @@ is nothing to undo.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
-from giveway.core.budget import prefill_tokens
-from giveway.core.config import PreemptionChoice, SchedulingPolicy, blocks_for
-from giveway.core.cost_model import choose_mode
+from giveway.core.budget import allowance_s, prefill_tokens, tokens_within
+from giveway.core.config import SchedulingPolicy, blocks_for
+from giveway.core.cost_profile import ForwardWork
+from giveway.core.displacement import Displacement
 from giveway.core.errors import KVCacheFullError
 from giveway.core.ids import BlockTable, CopyId, RequestId
 from giveway.core.kv_draft import KVDraft
 from giveway.core.plan import (
     Admission,
     BlockCopy,
+    BlockFork,
     CopyDirection,
     Decodes,
     Deferral,
     DeferralReason,
     GivenUp,
     Growth,
-    Preemption,
-    PreemptionMode,
     ScheduledChunk,
     StepPlan,
     SwapIn,
 )
-from giveway.core.policy import choose_victims, in_victim_order, may_displace
-from giveway.core.request import Request, RequestState, slots_to_admit
+from giveway.core.request import Request, RequestState
 from giveway.core.state import SchedulerState
 
 
@@ -56,8 +56,11 @@ class _Walk:
         self.block_size = state.cache_config.block_size
         self.residents = state.residents.as_list()
         self.draft = KVDraft(state.kv)
+        self.copy_ids: Iterator[CopyId] = map(CopyId, count(state.next_copy_id))
+        self.room = Displacement(state, self.draft, next_copy_id=self.copy_ids)
+        self.gone = self.room.gone  # victims of this plan
         self.tokens_left = state.config.max_num_batched_tokens
-        self.seats_left = state.config.max_num_seqs - len(state.residents)
+        self.background_s_left: float | None = None  # step time left for less urgent prefills; None: not yet asked for
         self.place = 0  # index in residents of the first one not yet visited
         self.newcomers_open = True  # False: no newcomer further down can be seated
         self.num_looks = 0  # newcomers looked at since the first that could not be placed
@@ -65,10 +68,7 @@ class _Walk:
         self.refused_blocks: int | None = None
         self.has_deferred_newcomer = False
         self.has_prefill = False
-        self.gone: set[RequestId] = set()  # victims of this plan
         self.seated: list[tuple[Request, int]] = []  # newcomers seated by this plan, and the blocks of each
-        self.preemptions: list[Preemption] = []
-        self.copies_out: list[BlockCopy] = []
         self.swap_ins: list[SwapIn] = []
         self.admissions: list[Admission] = []
         self.growths: list[Growth] = []
@@ -85,7 +85,7 @@ class _Walk:
         for request_id, choice in self.state.forced.items():
             request = self.state.requests.get(request_id)
             if request is not None and request.state is RequestState.RUNNING:
-                self._preempt(request, beneficiary=None, wanted=choice)
+                self.room.force_out(request, choice)
                 self._defer(request, DeferralReason.FORCED_OUT)
 
     def visit_all(self) -> None:
@@ -152,9 +152,9 @@ class _Walk:
         if self.draft.num_available < 1:
             if self.config.policy is SchedulingPolicy.NONE:
                 raise self._pool_is_full()
-            reason = self._make_room(request, lacking_blocks=1, lacking_seats=0, keep=())
+            reason = self.room.make_room(request, lacking_blocks=1, lacking_seats=0, keep=())
             if reason is not None:
-                self._defer(request, reason)
+                self._defer(request, reason, lacking_blocks=1)
                 return None
             if self.has_deferred_newcomer:  # what is freed beyond this block is theirs: they are asked first next time
                 self.newcomers_open = False
@@ -173,9 +173,15 @@ class _Walk:
     # Newcomers
 
     def _visit_newcomer(self, request: Request) -> None:
-        reason = self._place_newcomer(request)
+        if self.room.is_changing(request.request_id):
+            self._defer(request, DeferralReason.GIVES_WAY)
+            return
+        if self._is_prompt_in_progress(request):
+            self._defer(request, DeferralReason.PROMPT_IN_PROGRESS)
+            return
+        reason, lacking_blocks = self._place_newcomer(request)
         if reason is not None:
-            self._defer(request, reason)
+            self._defer(request, reason, lacking_blocks)
             if reason is DeferralReason.COPY_IN_FLIGHT:
                 return  # its room is held for it, so nobody behind it can do harm
             self.has_deferred_newcomer = True
@@ -185,37 +191,61 @@ class _Walk:
         if reason is DeferralReason.NO_SEAT or self.config.policy is SchedulingPolicy.NONE:
             self.newcomers_open = self.newcomers_open and reason is None  # whoever is behind may displace nobody else
 
-    def _place_newcomer(self, request: Request) -> DeferralReason | None:
-        """Seat a newcomer with blocks for its whole known context and the next token, or say why not."""
-        hits = self._find_hits(request)
-        num_new = blocks_for(slots_to_admit(request.spec, request.num_known_tokens), self.block_size) - len(hits)
+    def _place_newcomer(self, request: Request) -> tuple[DeferralReason | None, int]:
+        """Seat a newcomer with blocks for its whole known context and the next token, or say why not.
+
+        Returns the reason, None if it is seated, and the blocks that it lacks.
+        """
+        kept = self.room.kept_by(request.request_id)
+        hits = self._find_hits(request, kept)
+        num_new = blocks_for(request.slots_needed, self.block_size) - len(kept) - len(hits)
         lacking_blocks = num_new + self.draft.num_unreferenced(hits) - self.draft.num_available
-        lacking_seats = 1 - self.seats_left
+        lacking_seats = 1 - self.room.seats_left
+        if request.has_paid and self.has_deferred_newcomer:  # it would be a guest whom nobody of its class may displace
+            return DeferralReason.NO_DEVICE_BLOCKS, max(lacking_blocks, 0)
         if lacking_blocks > 0 or lacking_seats > 0:
             reason = self._why_hopeless(request, lacking_blocks, lacking_seats)
             if reason is not None:
-                return reason
+                return reason, max(lacking_blocks, 0)
         lacking_blocks += self._headroom(request)
         if lacking_blocks > 0 or lacking_seats > 0:
-            reason = self._make_room(request, lacking_blocks=lacking_blocks, lacking_seats=lacking_seats, keep=hits)
+            reason = self.room.make_room(request, lacking_blocks=lacking_blocks, lacking_seats=lacking_seats, keep=hits)
             if reason is not None:
-                return reason
-        self.seats_left -= 1
-        if request.state is RequestState.SWAPPED:
-            self._swap_in(request, num_new)
-        else:
-            self.draft.share(hits)
-            new = self.draft.take(num_new)
-            self.admissions.append(Admission(request.request_id, hits, new, self.has_deferred_newcomer))
-            self._give_prefill(request, len(hits) * self.block_size, hits + new)
-        self.seated.append((request, len(hits) + num_new))
-        return None
+                if reason is DeferralReason.NO_DEVICE_BLOCKS and not hits and not kept:
+                    self.refused_blocks = min(lacking_blocks, self.refused_blocks or lacking_blocks)
+                return reason, max(lacking_blocks, 0)
+        self.room.seats_left -= 1
+        self.room.placed.add(request.request_id)
+        self._seat(request, kept, hits, num_new)
+        self.seated.append((request, len(kept) + len(hits) + num_new))
+        return None, 0
+
+    def _seat(self, request: Request, kept: BlockTable, hits: BlockTable, num_new: int) -> None:
+        """Take the blocks of a newcomer; parked KV that is not to be found on the device any more is copied back."""
+        self.draft.share(hits)
+        new = self.draft.take(num_new)
+        parked = self.kv.parked.get(request.request_id)
+        if parked is not None and len(hits) < len(parked.blocks):
+            blocks = parked.blocks[len(hits) :]
+            copy = BlockCopy(
+                next(self.copy_ids), request.request_id, CopyDirection.IN, new[: len(blocks)], blocks, parked.tier
+            )
+            self.swap_ins.append(SwapIn(copy, hits, new, self.has_deferred_newcomer))
+            return
+        computed = request.num_computed_tokens
+        if hits:
+            computed = max(computed, (len(kept) + len(hits)) * self.block_size)
+        fork = self._find_fork(request, computed, new)
+        if fork is not None:
+            computed = min(len(request.spec.prompt_token_ids), request.num_known_tokens - 1)
+        self.admissions.append(Admission(request.request_id, hits, new, self.has_deferred_newcomer, computed, fork))
+        self._give_prefill(request, computed, kept + hits + new)
 
     def _why_hopeless(self, request: Request, lacking_blocks: int, lacking_seats: int) -> DeferralReason | None:
         """Say why a newcomer that lacks something must wait, if that can be told without counting blocks."""
         if self.refused_blocks is not None and lacking_blocks >= self.refused_blocks:
             return DeferralReason.NO_DEVICE_BLOCKS
-        if next(self._candidates(request), None) is not None:
+        if self.room.has_candidates(request):
             # Nobody is displaced for a request that would compute nothing in this step.
             has_use = self.tokens_left > 0 or request.state is RequestState.SWAPPED
             return None if has_use else DeferralReason.NO_TOKENS
@@ -223,11 +253,61 @@ class _Walk:
             return DeferralReason.NO_SEAT
         return None if self.draft.num_promised else DeferralReason.NO_DEVICE_BLOCKS
 
-    def _find_hits(self, request: Request) -> BlockTable:
-        """Look a newcomer's context up in the prefix index; one whose prompt is scored must compute it."""
-        if request.state is RequestState.SWAPPED or request.spec.sampling.prompt_logprobs is not None:
+    # Shared prefixes
+
+    def _find_hits(self, request: Request, kept: BlockTable) -> BlockTable:
+        """Return the blocks behind what a newcomer kept that hold its further context already.
+
+        One whose prompt is scored must compute it itself.
+        """
+        if len(kept) * self.block_size > request.num_computed_tokens:
+            return ()  # the last block that it kept is only partly filled
+        if request.state is not RequestState.SWAPPED and request.spec.sampling.prompt_logprobs is not None:
             return ()
-        return self.draft.find_prefix(request.request_id, request.num_known_tokens)
+        found = self.draft.find_prefix(request.request_id, request.num_known_tokens)
+        for branch in self._other_branches(request):
+            num_prompt = self._num_prompt_blocks(request, branch.num_computed_tokens)
+            if num_prompt > len(found):
+                found = self.kv.tables[branch.request_id][:num_prompt]
+        return found[len(kept) :]
+
+    def _other_branches(self, request: Request) -> Iterator[Request]:
+        """Yield the running branches of the same prompt."""
+        if request.spec.branch_of is not None:
+            for branch in self.state.branches[request.spec.branch_of]:
+                is_running = branch.state is RequestState.RUNNING and branch.request_id not in self.gone
+                if is_running and branch is not request:
+                    yield branch
+
+    def _num_prompt_blocks(self, request: Request, num_computed: int) -> int:
+        """Full blocks of the prompt among the first tokens, at least one token short of everything known."""
+        known = min(len(request.spec.prompt_token_ids), request.num_known_tokens - 1)
+        return min(known, num_computed) // self.block_size
+
+    def _is_prompt_in_progress(self, request: Request) -> bool:
+        """Whether another branch is computing the prompt of a newcomer that has nothing of it yet."""
+        if request.spec.branch_of is None or request.spec.sampling.prompt_logprobs is not None:
+            return False
+        if request.num_computed_tokens or self.room.kept_by(request.request_id):
+            return False
+        needed = self._num_prompt_blocks(request, request.num_known_tokens)
+        if len(self._find_hits(request, ())) >= needed:
+            return False
+        seated = any(other.spec.branch_of == request.spec.branch_of for other, _ in self.seated)
+        return seated or any(True for _ in self._other_branches(request))
+
+    def _find_fork(self, request: Request, num_computed: int, new: BlockTable) -> BlockFork | None:
+        """Find the partly filled block at the end of the prompt in another branch, if copying it saves computing."""
+        known = min(len(request.spec.prompt_token_ids), request.num_known_tokens - 1)
+        place = known // self.block_size
+        if known <= num_computed or num_computed != place * self.block_size or request.spec.branch_of is None:
+            return None
+        if request.spec.sampling.prompt_logprobs is not None:
+            return None
+        for branch in self._other_branches(request):
+            if branch.num_computed_tokens >= known:
+                return BlockFork(self.kv.tables[branch.request_id][place], new[0])
+        return None
 
     def _headroom(self, request: Request) -> int:
         """Blocks into which residents ranked above will grow while this newcomer's prefill runs (blocks).
@@ -247,105 +327,6 @@ class _Walk:
                 blocks += max(blocks_for(slots, self.block_size) - owned, 0)
         return max(blocks, 0)
 
-    def _swap_in(self, request: Request, num_blocks: int) -> None:
-        host_blocks = self.kv.host_tables[request.request_id]
-        table = self.draft.take(num_blocks)
-        copy = BlockCopy(
-            self._new_copy_id(), request.request_id, CopyDirection.IN, table[: len(host_blocks)], host_blocks
-        )
-        self.swap_ins.append(SwapIn(copy, table, self.has_deferred_newcomer))
-
-    # Making room
-
-    def _make_room(
-        self, request: Request, *, lacking_blocks: int, lacking_seats: int, keep: BlockTable
-    ) -> DeferralReason | None:
-        """Free what a request lacks, now or by a copy under way, or say why it must wait. Nobody goes in vain."""
-        still_lacking = lacking_blocks - self.draft.num_promised
-        if still_lacking > 0 or lacking_seats > 0:
-            victims = choose_victims(
-                self._candidates(request),
-                lacking_blocks=still_lacking,
-                lacking_seats=lacking_seats,
-                freed=self.draft.freed_blocks(frozenset(keep)),
-                table_of=lambda victim: self.kv.tables[victim.request_id],
-            )
-            if not victims:
-                if still_lacking < 1:
-                    return DeferralReason.NO_SEAT
-                if request.state is not RequestState.RUNNING and not keep:
-                    self.refused_blocks = min(lacking_blocks, self.refused_blocks or lacking_blocks)
-                return DeferralReason.NO_DEVICE_BLOCKS
-            before = self.draft.num_available - self.draft.num_unreferenced(keep)
-            for victim in victims:
-                self._preempt(victim, beneficiary=request.request_id, wanted=self.config.preemption_mode)
-            lacking_blocks -= self.draft.num_available - self.draft.num_unreferenced(keep) - before
-        if lacking_blocks > 0:  # the rest comes back with copies under way
-            self.draft.hold(self.draft.num_available + lacking_blocks)
-            if request.state is not RequestState.RUNNING:
-                self.seats_left -= 1
-            return DeferralReason.COPY_IN_FLIGHT
-        return None
-
-    def _candidates(self, request: Request) -> Iterator[Request]:
-        """Yield the residents that this request may displace, who gives way first coming first."""
-        policy = self.config.policy
-        for victim in in_victim_order(self.residents):
-            if victim.rank <= request.rank:
-                return
-            if (
-                victim.state is RequestState.RUNNING
-                and victim.request_id not in self.gone
-                and may_displace(request, victim, policy)
-            ):
-                yield victim
-
-    def _preempt(self, victim: Request, *, beneficiary: RequestId | None, wanted: PreemptionChoice) -> None:
-        table = self.kv.tables[victim.request_id]
-        num_filled = blocks_for(victim.num_computed_tokens, self.block_size)
-        cost = choose_mode(
-            victim,
-            self.state.costs,
-            wanted=wanted,
-            num_blocks=num_filled,
-            block_size=self.block_size,
-            num_host_available=self.draft.num_host_available,
-            num_shared_tokens=self._num_shared_tokens(table),
-        )
-        if cost.mode is PreemptionMode.SWAP:
-            self._swap_out(victim.request_id, table, num_filled)
-        else:
-            self.draft.release(table)
-        self.preemptions.append(
-            Preemption(victim.request_id, beneficiary, cost.mode, len(table), cost.recompute_s, cost.swap_s)
-        )
-        self.gone.add(victim.request_id)
-        self.seats_left += 1
-
-    def _num_shared_tokens(self, table: BlockTable) -> int:
-        """Leading tokens of a victim that others hold too: the prefix index gives them back after a recompute."""
-        if self.kv.index is None:
-            return 0
-        shared = 0
-        for block in table:
-            if self.draft.references(block) < 2 or self.kv.index.hash_of(block) is None:
-                break
-            shared += 1
-        return shared * self.block_size
-
-    def _swap_out(self, request_id: RequestId, table: BlockTable, num_filled: int) -> None:
-        host_blocks = self.draft.take_host(num_filled) or ()
-        self.copies_out.append(
-            BlockCopy(self._new_copy_id(), request_id, CopyDirection.OUT, table[:num_filled], host_blocks)
-        )
-        if self.config.overlapped_copies:
-            self.draft.promise(table[:num_filled])
-            table = table[num_filled:]
-        self.draft.release(table)
-
-    def _new_copy_id(self) -> CopyId:
-        return CopyId(self.state.next_copy_id + len(self.copies_out) + len(self.swap_ins))
-
     # Tokens
 
     def _give_decode(self, request_id: RequestId, position: int, table: BlockTable) -> None:
@@ -362,6 +343,7 @@ class _Walk:
             set_aside=self._num_decodes_behind(request.rank[0]),
             block_size=self.block_size,
             is_best_prefill=not self.has_prefill,
+            in_time=self._tokens_in_time(request, start),
         )
         self.has_prefill = True
         if num_tokens < 1:
@@ -369,8 +351,31 @@ class _Walk:
         elif wanted == 1:
             self._give_decode(request.request_id, start, table)
         else:
+            self._spend_time(start, num_tokens)
             self.tokens_left -= num_tokens
             self.chunks.append(ScheduledChunk(request.request_id, start, num_tokens, num_tokens == wanted, table))
+
+    def _tokens_in_time(self, request: Request, start: int) -> int | None:
+        """Tokens that the step-time target leaves for a prefill; None: it is of the most urgent class.
+
+        Whether or not an urgent request is there now: the next one must not find a long chunk under way.
+        """
+        if request.rank[0] <= self.state.most_urgent_class():
+            return None
+        if self.background_s_left is None:
+            decodes = ForwardWork.of(
+                [(r.num_computed_tokens, r.num_known_tokens) for r in self.residents if r.is_decoding] or [(0, 1)]
+            )
+            urgent = ForwardWork.of([(chunk.start, chunk.start + chunk.num_tokens) for chunk in self.chunks])
+            target_s, costs = self.config.target_step_s, self.state.costs
+            self.background_s_left = allowance_s(costs, decodes, target_s)
+            if target_s is not None:
+                self.background_s_left -= costs.added_s(urgent)
+        return tokens_within(self.state.costs, start, max(self.background_s_left, 0.0))
+
+    def _spend_time(self, start: int, num_tokens: int) -> None:
+        if self.background_s_left is not None:
+            self.background_s_left -= self.state.costs.recompute_s(start, start + num_tokens)
 
     def _num_decodes_behind(self, priority: int) -> int:
         """Count decodes of one class that are still to be visited."""
@@ -384,16 +389,19 @@ class _Walk:
 
     # The result
 
-    def _defer(self, request: Request, reason: DeferralReason) -> None:
-        self.deferrals.append(Deferral(request.request_id, reason))
+    def _defer(self, request: Request, reason: DeferralReason, lacking_blocks: int = 0) -> None:
+        lacking_blocks = lacking_blocks if reason is DeferralReason.NO_DEVICE_BLOCKS else 0
+        self.deferrals.append(Deferral(request.request_id, reason, lacking_blocks))
 
     def plan(self) -> StepPlan:
         """Return what was chosen; a best-ranked request that nothing can ever help is given up."""
         plan = StepPlan(
             step_id=self.state.next_step_id,
             state_version=self.state.version,
-            preemptions=tuple(self.preemptions),
-            copies_out=tuple(self.copies_out),
+            preemptions=self.room.preemptions(),
+            moves=tuple(self.room.moves),
+            dropped=tuple(self.room.dropped),
+            copies_out=tuple(self.room.copies_out()),
             swap_ins=tuple(self.swap_ins),
             admissions=tuple(self.admissions),
             growths=tuple(self.growths),
@@ -413,7 +421,7 @@ class _Walk:
         Residents first: a newcomer may be waiting for one of its own class, which it may not displace.
         """
         best = next(iter([*self.residents, *self.state.newcomers]))
-        needed = blocks_for(slots_to_admit(best.spec, best.num_known_tokens), self.block_size)
+        needed = blocks_for(best.slots_needed, self.block_size)
         pool = self.kv.device
         return GivenUp(
             best.request_id,

@@ -13,6 +13,16 @@ BlockHash = bytes
 ROOT: BlockHash = b"\0" * 16
 
 
+def root(salt: bytes) -> BlockHash:
+    """What a chain of block hashes starts from: ROOT without a salt, else a hash of the salt.
+
+    Chains from different roots never meet, so requests of different salts find none of each other's blocks. The hash
+    is personalised: it is another function than the one that `chain` computes, so no choice of tokens and salt makes
+    a root equal the hash of a block.
+    """
+    return blake2b(salt, digest_size=16, person=b"giveway salt").digest() if salt else ROOT
+
+
 def chain(parent: BlockHash, token_ids: Sequence[TokenId]) -> BlockHash:
     """Hash of one full block given the hash of everything before it. 128 bits, so that a collision does not happen.
 

@@ -17,11 +17,16 @@ class RequestState(Enum):
     WAITING = auto()  # known, owns no KV
     RUNNING = auto()  # resident: owns device blocks and a seat
     SWAPPING_OUT = auto()  # device blocks pinned while they are copied to reserved host blocks
-    SWAPPED = auto()  # KV complete on the host
+    SWAPPED = auto()  # KV complete off the device, but for leading blocks that it may have kept
     SWAPPING_IN = auto()  # resident: both tiers pinned while KV returns
-    PREEMPTED = auto()  # KV dropped; prompt and generated tokens are kept
+    PREEMPTED = auto()  # KV dropped, but for leading blocks that it may have kept; prompt and generated tokens are kept
     FINISHED = auto()  # terminal; FinishReason says why
 
+    __hash__ = object.__hash__  # members are singletons; the hash that Enum has takes longer than the rest of a move
+
+
+# Looking a member up in its class takes as long as all else in a move.
+_WAITING, _RUNNING, _SWAPPING_OUT, _SWAPPED, _SWAPPING_IN, _PREEMPTED, _FINISHED = RequestState
 
 LEGAL_MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
@@ -29,9 +34,17 @@ LEGAL_MOVES: dict[RequestState, frozenset[RequestState]] = {
         {RequestState.PREEMPTED, RequestState.SWAPPING_OUT, RequestState.WAITING, RequestState.FINISHED}
     ),
     RequestState.SWAPPING_OUT: frozenset({RequestState.SWAPPED, RequestState.PREEMPTED, RequestState.FINISHED}),
-    RequestState.SWAPPED: frozenset({RequestState.SWAPPING_IN, RequestState.PREEMPTED, RequestState.FINISHED}),
+    RequestState.SWAPPED: frozenset(
+        {
+            RequestState.SWAPPING_IN,
+            RequestState.RUNNING,  # all of it was still to be found on the device
+            RequestState.SWAPPING_OUT,  # it gives up more of what it kept
+            RequestState.PREEMPTED,
+            RequestState.FINISHED,
+        }
+    ),
     RequestState.SWAPPING_IN: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.FINISHED}),
-    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.SWAPPING_OUT, RequestState.FINISHED}),
     RequestState.FINISHED: frozenset(),
 }
 
@@ -92,6 +105,8 @@ class Request:
         "num_computed_tokens",
         "num_hit_tokens",
         "num_known_tokens",
+        "num_lost_in_class",
+        "num_output_at_resume",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_recomputed_tokens",
@@ -106,7 +121,7 @@ class Request:
         self.spec = spec
         self.request_id = spec.request_id
         self.rank = rank
-        self.state = RequestState.WAITING
+        self.state = _WAITING
         self.output_token_ids: list[TokenId] = []
         self.num_known_tokens = len(spec.prompt_token_ids)  # prompt + generated
         self.num_computed_tokens = 0  # leading tokens whose KV exists, on whatever tier
@@ -115,6 +130,8 @@ class Request:
         self.num_recomputed_tokens = 0
         self.num_prompt_logprobs = 0  # prompt positions already reported
         self.num_preemptions = 0  # un-admissions are not counted: nothing was taken
+        self.num_lost_in_class = 0  # computed tokens that were dropped for others of its own class
+        self.num_output_at_resume: int | None = None  # output tokens when it was resumed last; None: it never was
         self.num_admissions = 0
         self.is_guest = False  # admitted behind a deferred newcomer, which may displace it within its class
         self.finish_reason: FinishReason | None = None
@@ -129,6 +146,24 @@ class Request:
         """Tokens that this residency computed itself: zero means it can be un-admitted for free."""
         return self.num_computed_tokens - self.num_hit_tokens
 
+    @property
+    def has_paid(self) -> bool:
+        """Whether its class has cost it its own length already: from now on it gives way to other classes only.
+
+        Such a request is admitted with all the blocks that it can ever need, so it never waits for one itself.
+        """
+        return self.num_lost_in_class >= self.num_known_tokens
+
+    @property
+    def slots_needed(self) -> int:
+        """Slots that its admission or resume takes."""
+        return self.spec.max_slots if self.has_paid else slots_to_admit(self.spec, self.num_known_tokens)
+
+    def is_settling(self, settle_tokens: int) -> bool:
+        """Whether it was resumed and has not emitted so many tokens since."""
+        start = self.num_output_at_resume
+        return start is not None and len(self.output_token_ids) - start < settle_tokens
+
     def known_token_ids(self, start: int, stop: int) -> list[TokenId]:
         """Return prompt + generated tokens from position `start` up to `stop`."""
         prompt = self.spec.prompt_token_ids
@@ -140,11 +175,10 @@ class Request:
     # Events. Each is called by the scheduler alone.
 
     def admit(self, *, num_hit_tokens: int, is_guest: bool) -> None:
-        """Become resident; what the prefix index gave counts as computed."""
-        self._move(RequestState.RUNNING)
-        self.num_computed_tokens = self.num_hit_tokens = num_hit_tokens
-        self.is_guest = is_guest
-        self.num_admissions += 1
+        """Become resident; what the prefix index gave behind what it had kept counts as computed."""
+        self._resume(_RUNNING, is_guest)
+        self.num_hit_tokens = num_hit_tokens
+        self.num_computed_tokens += num_hit_tokens
 
     def un_admit(self) -> None:
         """Go back to waiting; nothing of its own was computed. Tokens generated in an earlier life are kept."""
@@ -152,40 +186,54 @@ class Request:
             raise InvariantError(
                 f"{self.request_id} has computed {self.num_own_computed_tokens} tokens: cannot un-admit"
             )
-        self._move(RequestState.PREEMPTED if self.output_token_ids else RequestState.WAITING)
-        self._lose_kv()
+        self._move(_PREEMPTED if self.output_token_ids else _WAITING)
+        self._lose_kv(0)
 
-    def preempt(self) -> None:
-        """Lose all KV; everything known is computed again later."""
-        self._move(RequestState.PREEMPTED)
-        self.num_preemptions += 1
-        self._lose_kv()
+    def preempt(self, *, num_kept_tokens: int = 0, is_for_its_class: bool = False) -> None:
+        """Lose the KV behind the first `num_kept_tokens`; it is computed again later.
+
+        is_for_its_class: the beneficiary is of the same class, whose claims on it are limited.
+        """
+        if self.state is _RUNNING:
+            self.num_preemptions += 1
+        if self.state is not _PREEMPTED:  # that one gives up more of what it had kept
+            self._move(_PREEMPTED)
+        if is_for_its_class:
+            self.num_lost_in_class += max(self.num_computed_tokens - num_kept_tokens, 0)
+        self._lose_kv(num_kept_tokens)
 
     def begin_swap_out(self) -> None:
-        """Leave the seat; KV is on its way to the host."""
-        self._move(RequestState.SWAPPING_OUT)
-        self.num_preemptions += 1
+        """Leave the seat, if it has one; KV is on its way off the device."""
+        if self.state is _RUNNING:
+            self.num_preemptions += 1
+        self._move(_SWAPPING_OUT)
+        self.num_hit_tokens = 0
         self.is_guest = False
 
     def finish_swap_out(self) -> None:
-        """KV is complete on the host."""
-        self._move(RequestState.SWAPPED)
+        """KV is complete off the device, but for what was kept."""
+        self._move(_SWAPPED)
 
     def begin_swap_in(self, *, is_guest: bool) -> None:
         """Take a seat; KV is on its way back."""
-        self._move(RequestState.SWAPPING_IN)
-        self.is_guest = is_guest
-        self.num_hit_tokens = 0
-        self.num_admissions += 1
+        self._resume(_SWAPPING_IN, is_guest)
 
     def finish_swap_in(self) -> None:
         """KV is complete on the device."""
-        self._move(RequestState.RUNNING)
+        self._move(_RUNNING)
 
-    def lose_copy(self) -> None:
-        """A copy failed: KV is gone, and everything known is computed again later."""
-        self._move(RequestState.PREEMPTED)
-        self._lose_kv()
+    def lose_copy(self, *, num_kept_tokens: int = 0) -> None:
+        """A copy failed, or parked KV was let go: that KV is gone and is computed again later."""
+        self._move(_PREEMPTED)
+        self._lose_kv(num_kept_tokens)
+
+    def _resume(self, state: RequestState, is_guest: bool) -> None:
+        self._move(state)
+        self.is_guest = is_guest
+        self.num_hit_tokens = 0
+        if self.num_admissions:
+            self.num_output_at_resume = len(self.output_token_ids)
+        self.num_admissions += 1
 
     def compute(self, num_tokens: int) -> int:
         """Count `num_tokens` more as computed. Returns how many of them had been computed before."""
@@ -209,11 +257,11 @@ class Request:
 
     def finish(self, reason: FinishReason) -> None:
         """End, for good."""
-        self._move(RequestState.FINISHED)
+        self._move(_FINISHED)
         self.finish_reason = reason
 
-    def _lose_kv(self) -> None:
-        self.num_computed_tokens = 0
+    def _lose_kv(self, num_kept_tokens: int) -> None:
+        self.num_computed_tokens = min(self.num_computed_tokens, num_kept_tokens)
         self.num_hit_tokens = 0
         self.is_guest = False
 

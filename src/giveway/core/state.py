@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
+from operator import attrgetter
 
-from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig
+from giveway.core.config import LEAST_URGENT_CLASS, CacheConfig, PreemptionChoice, SchedulerConfig
 from giveway.core.cost_profile import CostProfile
 from giveway.core.errors import InvariantError
 from giveway.core.ids import CopyId, RequestId
@@ -13,18 +14,22 @@ from giveway.core.isolation import SuspectGroup
 from giveway.core.kv_cache import KVCache
 from giveway.core.request import Rank, Request
 
-
-def _rank(request: Request) -> Rank:
-    return request.rank
+_rank_of = attrgetter("rank")
 
 
 class RankedRequests:
-    """Requests in rank order. Insertion and removal find their place by bisection."""
+    """Requests in rank order. Insertion and removal find their place by bisection.
 
-    __slots__ = ("_requests",)
+    The rank of a listed request may change only if `resort` is called before anything else is done with the list.
+    """
+
+    __slots__ = ("_ranks", "_requests")
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._ranks: list[
+            Rank
+        ] = []  # of the requests, place by place: bisection over plain tuples needs no Python code
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -38,14 +43,34 @@ class RankedRequests:
 
     def add(self, request: Request) -> None:
         """Put a request into its place."""
-        insort(self._requests, request, key=_rank)
+        rank, ranks = request.rank, self._ranks
+        if not ranks or ranks[-1] < rank:  # most arrivals are the newest of the least urgent class
+            ranks.append(rank)
+            self._requests.append(request)
+        else:
+            place = bisect_left(ranks, rank)
+            ranks.insert(place, rank)
+            self._requests.insert(place, request)
 
     def remove(self, request: Request) -> None:
         """Take a request out."""
-        place = bisect_left(self._requests, request.rank, key=_rank)
-        if place == len(self._requests) or self._requests[place] is not request:
+        requests, ranks = self._requests, self._ranks
+        if requests and requests[-1] is request:  # so goes nearly every victim
+            del requests[-1], ranks[-1]
+            return
+        place = bisect_left(ranks, request.rank)
+        if place == len(requests) or requests[place] is not request:
             raise InvariantError(f"{request.request_id} is not in the list it should be in")
-        del self._requests[place]
+        del requests[place], ranks[place]
+
+    def resort(self) -> None:
+        """Put requests whose rank has changed into their new places. Linear when few of them pass another."""
+        self._requests.sort(key=_rank_of)
+        self._ranks = [request.rank for request in self._requests]
+
+
+# An urgent class counts as in use for so long after its latest arrival.
+_REMEMBERED_S = 600.0
 
 
 class SchedulerState:
@@ -60,6 +85,11 @@ class SchedulerState:
         self.newcomers = RankedRequests()  # WAITING, PREEMPTED, SWAPPED: each wants one
         self.swapping_out: dict[RequestId, Request] = {}
         self.forced: dict[RequestId, PreemptionChoice] = {}  # told to give way in the next step
+        self.branches: dict[RequestId, list[Request]] = {}  # unfinished branches of one prompt, by the id of the first
+        self.last_arrival_s: dict[int, float] = {}  # of each class
+        self.next_aging: list[tuple[float, RequestId]] = []  # heap: when the class of a request counts as one lower
+        self.num_disk_failures = 0  # writes that failed in a row
+        self.now_s = 0.0
         self.suspects: list[SuspectGroup] = []  # the first one is being tried
         self.copy_started_s: dict[CopyId, float] = {}
         self.awaited_copies: dict[RequestId, CopyId] = {}  # what each SWAPPING_OUT or SWAPPING_IN request waits for
@@ -67,3 +97,12 @@ class SchedulerState:
         self.version = 0
         self.next_step_id = 0
         self.next_copy_id = 0
+
+    def most_urgent_class(self) -> int:
+        """Return the most urgent class in use: configured, present, or seen in the last ten minutes."""
+        configured = self.config.most_urgent_class
+        if configured is not None:
+            return configured
+        seen = [group for group, last_s in self.last_arrival_s.items() if self.now_s - last_s <= _REMEMBERED_S]
+        seen += [ranked.as_list()[0].rank[0] for ranked in (self.residents, self.newcomers) if len(ranked)]
+        return min(seen, default=LEAST_URGENT_CLASS)

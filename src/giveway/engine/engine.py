@@ -44,6 +44,7 @@ class Engine:
         *,
         block_bytes: int,
         listeners: Sequence[Listener] = (),
+        at_close: Callable[[], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -52,6 +53,7 @@ class Engine:
         self._executor = executor
         self._intake = intake
         self._listeners = list(listeners)
+        self._at_close = at_close
         self._inbox: deque[Command] = deque()
         self._tracked: dict[RequestId, RequestTracker] = {}
         # Every name of a prompt's branches stays taken until the last of them has ended.
@@ -261,4 +263,8 @@ class Engine:
         """Release the model. Unfinished requests are lost; abort them first if anybody waits. Twice is harmless."""
         if not self._is_closed:
             self._is_closed = True
-            self._executor.close()
+            try:
+                if self._at_close is not None:
+                    self._at_close()
+            finally:
+                self._executor.close()

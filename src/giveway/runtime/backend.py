@@ -129,5 +129,8 @@ class Backend(Protocol):
         has no such block or the device fails.
         """
 
+    def copy_within(self, pairs: Sequence[tuple[DeviceBlockId, DeviceBlockId]]) -> None:
+        """Copy whole blocks (source, target) on the device, before anything that follows. Raises DeviceFaultError."""
+
     def close(self) -> None:
         """Release weights and pools. The backend is not used afterwards."""

@@ -1,4 +1,4 @@
-"""Executes plans on a backend: copies out, copies in, forward, sample. The dry run goes through this very code."""
+"""Executes plans on a backend: moves, copies, forks, forward, sample. The dry run goes through this very code."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ class ModelExecutor:
         """Execute one plan. Raises DeviceFaultError when the forward pass failed as a whole."""
         started_s = self._now()
         copies = [*plan.copies_out, *(swap_in.copy for swap_in in plan.swap_ins)]
-        self._copies.start(plan.copies_out)
-        copied_out_s = self._now()
-        self._copies.start([swap_in.copy for swap_in in plan.swap_ins])
-        copied_in_s = self._now()
         try:
+            self._copies.move(plan.moves)
+            self._copies.start(plan.copies_out)
+            copied_out_s = self._now()
+            forks = [(admission.fork.source, admission.fork.target) for admission in plan.admissions if admission.fork]
+            if forks:  # before a copy in, or the forward pass, writes into the block of a branch that is leaving
+                self.backend.copy_within(forks)
+            forked_s = self._now()
+            self._copies.start([swap_in.copy for swap_in in plan.swap_ins])
+            copied_in_s = self._now()
             batch = build_batch(plan, requests)
             results = self._forward(batch)
         except BaseException:
@@ -58,7 +63,7 @@ class ModelExecutor:
             forward_s=computed_s - copied_in_s,
             # With overlap a copy goes on after `start`, so its time is not known here.
             copy_out_s=0.0 if self._copies.is_overlapped else copied_out_s - started_s,
-            copy_in_s=0.0 if self._copies.is_overlapped else copied_in_s - copied_out_s,
+            copy_in_s=0.0 if self._copies.is_overlapped else copied_in_s - forked_s,
             sampled=sampled,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -74,5 +79,6 @@ class ModelExecutor:
         return results
 
     def close(self) -> None:
-        """Release the backend."""
+        """Release the backend, and the disk tier with its file."""
+        self._copies.close()
         self.backend.close()

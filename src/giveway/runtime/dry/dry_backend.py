@@ -204,6 +204,11 @@ class DryBackend:
     def _pool(self, pool: MemoryPool) -> _Tier:
         return self._device if pool is MemoryPool.DEVICE else self._host
 
+    def copy_within(self, pairs: Sequence[tuple[DeviceBlockId, DeviceBlockId]]) -> None:
+        """Copy blocks on the device."""
+        for source, target in pairs:
+            self._device.copy_block(source, self._device, target)
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -1,0 +1,479 @@
+"""Who gives way in a plan, and how much of what: victims, the part that each gives up, and where its KV goes.
+
+Works on the draft of a plan and writes nothing. One victim may be asked twice in one plan, by one beneficiary after
+another; it is one preemption all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from giveway.core.config import PreemptionChoice, VictimOrder, blocks_for
+from giveway.core.cost_model import choose_mode
+from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, DiskBlockId, HostBlockId, RequestId
+from giveway.core.kv_cache import BlockCopy, CopyDirection, ParkedTable, Tier, TierMove
+from giveway.core.kv_draft import KVDraft
+from giveway.core.plan import DeferralReason, Giving, Preemption, PreemptionCost, PreemptionMode
+from giveway.core.policy import choose_victims, in_victim_order, may_displace, may_take_kept
+from giveway.core.request import Request, RequestState
+from giveway.core.state import SchedulerState
+
+# What a gift holds until it is decided.
+_NOTHING = Giving(0, 0, 0, 0, False, 0, 0)
+_FREE = PreemptionCost(PreemptionMode.PAUSE, None, 0.0, None, None)
+
+
+@dataclass(slots=True)
+class _Gift:
+    """What one request gives up in this plan, all beneficiaries together."""
+
+    victim: Request
+    beneficiary: RequestId | None  # the first one
+    table: BlockTable  # as it was before the plan
+    num_filled: int  # leading blocks of it that hold KV
+    is_resident: bool
+    num_kept: int = 0
+    giving: Giving = _NOTHING
+    wanted: PreemptionChoice = PreemptionChoice.AUTO
+    cost: PreemptionCost = _FREE
+    whole: PreemptionCost | None = None
+    parked: list[int] = field(default_factory=list)  # with a swap: a block of the tier for each filled block given up
+    copied: dict[DeviceBlockId, int] = field(default_factory=dict)  # of these, those that its own copy writes
+
+
+class Displacement:
+    """The room that a plan makes by taking it from others."""
+
+    def __init__(self, state: SchedulerState, draft: KVDraft, *, next_copy_id: Iterator[CopyId]) -> None:
+        self._state = state
+        self._config = state.config
+        self._kv = state.kv
+        self._draft = draft
+        self._next_copy_id = next_copy_id
+        self._block_size = state.cache_config.block_size
+        self._residents = state.residents.as_list()
+        self.seats_left = state.config.max_num_seqs - len(state.residents)
+        self.gone: set[RequestId] = set()  # residents who give way in this plan
+        self.placed: set[RequestId] = set()  # newcomers who got their seat in this plan, or are held room for
+        self.moves: list[TierMove] = []
+        self.dropped: list[RequestId] = []
+        self._kept: dict[RequestId, BlockTable] = {}  # changed by this plan
+        self._gifts: dict[RequestId, _Gift] = {}
+        self._copied: dict[tuple[Tier, DeviceBlockId], int] = {}  # where the copies of this plan put a block
+
+    # What others want to know
+
+    def is_changing(self, request_id: RequestId) -> bool:
+        """Whether this plan takes something from a request or moves its KV: it is not served in the same step."""
+        return (
+            request_id in self._gifts
+            or request_id in self.dropped
+            or any(move.request_id == request_id for move in self.moves)
+        )
+
+    def kept_by(self, request_id: RequestId) -> BlockTable:
+        """Return the leading blocks that a request which has given way still has."""
+        kept = self._kept.get(request_id)
+        return self._kv.kept.get(request_id, ()) if kept is None else kept
+
+    def has_candidates(self, request: Request) -> bool:
+        """Whether there is anybody from whom the request may take something."""
+        return any(True for _ in self._displaceable(request)) or any(True for _ in self._keepers(request))
+
+    # Making room
+
+    def make_room(
+        self, request: Request, *, lacking_blocks: int, lacking_seats: int, keep: BlockTable
+    ) -> DeferralReason | None:
+        """Free what a request lacks, now or by a copy under way, or say why it must wait. Nobody goes in vain.
+
+        keep: prefix blocks that it is going to share itself.
+        """
+        draft = self._draft
+        still_lacking = lacking_blocks - draft.num_promised
+        if still_lacking > 0 or lacking_seats > 0:
+            victims = choose_victims(
+                self._in_order(request, still_lacking),
+                lacking_blocks=still_lacking,
+                lacking_seats=lacking_seats,
+                freed=draft.freed_blocks(frozenset(keep)),
+                table_of=self._table_of,
+                is_keeper=self._is_keeper,
+            )
+            if not victims:
+                return DeferralReason.NO_SEAT if still_lacking < 1 else DeferralReason.NO_DEVICE_BLOCKS
+            before = draft.num_available - draft.num_unreferenced(keep)
+            for victim, num_kept in self._portions(victims, still_lacking, keep):
+                self._give(victim, num_kept, beneficiary=request, wanted=self._config.preemption_mode)
+            lacking_blocks -= draft.num_available - draft.num_unreferenced(keep) - before
+        if lacking_blocks > 0:  # the rest comes back with copies under way
+            draft.hold(draft.num_available + lacking_blocks)
+            if request.state is not RequestState.RUNNING:
+                self.seats_left -= 1
+                self.placed.add(request.request_id)
+            return DeferralReason.COPY_IN_FLIGHT
+        return None
+
+    def force_out(self, victim: Request, wanted: PreemptionChoice) -> None:
+        """Take everything from a resident that was told to give way; a swap need not copy what others hold too."""
+        is_dropped = wanted is PreemptionChoice.RECOMPUTE
+        num_kept = 0 if is_dropped else self._least_kept(victim, self._table_of(victim))
+        self._give(victim, num_kept, beneficiary=None, wanted=wanted)
+
+    # Who
+
+    def _displaceable(self, request: Request) -> Iterator[Request]:
+        """Yield the residents that a request may displace, worst rank first."""
+        policy = self._config.policy
+        for victim in reversed(self._residents):
+            if victim.rank <= request.rank:
+                return
+            if (
+                victim.state is RequestState.RUNNING
+                and victim.request_id not in self.gone
+                and may_displace(request, victim, policy)
+            ):
+                yield victim
+
+    def _keepers(self, request: Request) -> Iterator[Request]:
+        """Yield those who have given way and kept blocks that a request may take."""
+        if not self._kv.kept and not self._kept:
+            return
+        for name in dict.fromkeys((*self._kv.kept, *self._kept)):
+            keeper = self._state.requests[name]
+            if (
+                self.kept_by(name)
+                and keeper is not request
+                and name not in self.placed
+                and not self._is_copied_out(keeper)
+                and may_take_kept(request, keeper, self._config.policy)
+            ):
+                yield keeper
+
+    def _is_copied_out(self, keeper: Request) -> bool:
+        """Whether a tail of one that gave way is on its way out: until it has arrived nothing more is asked of it."""
+        gift = self._gifts.get(keeper.request_id)
+        is_begun = gift is not None and gift.cost.mode is PreemptionMode.SWAP and self._config.overlapped_copies
+        return is_begun or keeper.state is RequestState.SWAPPING_OUT
+
+    def _in_order(self, request: Request, lacking_blocks: int) -> list[Request]:
+        return in_victim_order(
+            [*self._keepers(request), *self._displaceable(request)],
+            self._config.chosen_victim_order,
+            settle_tokens=self._config.settle_tokens,
+            is_keeper=self._is_keeper,
+            price=lambda victim: self._price(victim, lacking_blocks),
+        )
+
+    def _price(self, victim: Request, lacking_blocks: int) -> float:
+        """What the victim order compares: tokens to compute again, or seconds lost for each block still lacking."""
+        table = self._table_of(victim)
+        shared = self._num_shared_roughly(table)
+        if self._config.chosen_victim_order is VictimOrder.LEAST_WORK:
+            return max(victim.num_computed_tokens - shared * self._block_size, 0)
+        useful = min(len(table) - shared, max(lacking_blocks, 0))
+        if useful < 1:  # a seat only, which costs nothing, or blocks that others hold too
+            return 0.0 if lacking_blocks < 1 else float("inf")
+        num_kept = len(table) - useful if self._can_keep(victim) else shared
+        cost = self._cost_of(self._facts(victim, table, num_kept, beneficiary=None), self._config.preemption_mode)
+        return _seconds(cost) / useful
+
+    def _is_keeper(self, request: Request) -> bool:
+        return request.state is not RequestState.RUNNING or request.request_id in self.gone
+
+    def _table_of(self, request: Request) -> BlockTable:
+        """Return the device blocks that a victim still has in this plan."""
+        if self._is_keeper(request):
+            return self.kept_by(request.request_id)
+        return self._kv.tables[request.request_id]
+
+    # How much
+
+    def _can_keep(self, victim: Request) -> bool:
+        """Whether a victim may keep blocks that nobody else holds.
+
+        Not one whose class has cost it enough: its class could take them from it later. Not one that is un-admitted:
+        what it holds are prefix hits, which stay findable.
+        """
+        return self._config.allow_tails and not victim.has_paid and not self._is_untouched(victim)
+
+    def _least_kept(self, victim: Request, table: BlockTable) -> int:
+        """Leading blocks that a victim keeps in any case, because others hold them too and they would free nothing."""
+        return 0 if victim.has_paid or self._is_untouched(victim) else self._num_shared(table)
+
+    def _is_untouched(self, victim: Request) -> bool:
+        return not self._is_keeper(victim) and victim.num_own_computed_tokens == 0
+
+    def _portions(self, victims: list[Request], lacking_blocks: int, keep: BlockTable) -> list[tuple[Request, int]]:
+        """Say how many leading blocks each victim keeps: those that others hold too, and whatever is not lacking.
+
+        If their own blocks do not suffice, all of them let go of the shared ones too, from the tail on, as far as
+        needed: a shared block is freed when its last owner goes.
+        """
+        tables = [self._table_of(victim) for victim in victims]
+        kept = [self._least_kept(victim, table) for victim, table in zip(victims, tables, strict=True)]
+        surplus = self._num_freed(tables, kept, keep) - lacking_blocks
+        if surplus < 0:
+            deepest = self._deepest_cut(tables, kept, lacking_blocks, keep)
+            kept = [min(num_kept, deepest) for num_kept in kept]
+        elif self._config.allow_tails:
+            for place in reversed(range(len(victims))):  # the most urgent one keeps most
+                if self._can_keep(victims[place]):
+                    more = min(surplus, len(tables[place]) - kept[place])
+                    kept[place] += more
+                    surplus -= more
+        return list(zip(victims, kept, strict=True))
+
+    def _num_freed(self, tables: list[BlockTable], kept: list[int], keep: BlockTable) -> int:
+        freed = self._draft.freed_blocks(frozenset(keep))
+        for table, num_kept in zip(tables, kept, strict=True):
+            freed.add(table[num_kept:])
+        return freed.count
+
+    def _deepest_cut(self, tables: list[BlockTable], kept: list[int], lacking_blocks: int, keep: BlockTable) -> int:
+        """Return the largest number of leading blocks that everybody may keep so that enough is freed."""
+        low, high = 0, max(kept, default=0)  # at `low` enough is freed
+        while self._config.allow_tails and low < high:
+            middle = (low + high + 1) // 2
+            if self._num_freed(tables, [min(num, middle) for num in kept], keep) >= lacking_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _num_shared(self, table: BlockTable) -> int:
+        """Count leading blocks up to the last that somebody else holds too."""
+        count = len(table)
+        while count and self._draft.references(table[count - 1]) < 2:
+            count -= 1
+        return count
+
+    def _num_shared_roughly(self, table: BlockTable) -> int:
+        """Like `_num_shared`, by bisection: sharing starts at the head, with exceptions too rare to harm a sort."""
+        if not self._kv.device.num_shared:
+            return 0
+        low, high = 0, len(table)
+        while low < high:
+            middle = (low + high) // 2
+            if self._draft.references(table[middle]) > 1:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    # How
+
+    def _give(self, victim: Request, num_kept: int, *, beneficiary: Request | None, wanted: PreemptionChoice) -> None:
+        """Let a victim give up all but its first `num_kept` blocks."""
+        table, gift = self._table_of(victim), self._gifts.get(victim.request_id)
+        giving = self._facts(victim, table, num_kept, beneficiary)
+        if gift is not None and gift.cost.mode is PreemptionMode.RECOMPUTE:
+            wanted = PreemptionChoice.RECOMPUTE  # what lay behind is dropped already
+        cost = self._cost_of(giving, wanted)
+        if gift is None:
+            gift = self._begin_gift(victim, table, beneficiary)
+        elif gift.cost.mode is PreemptionMode.SWAP and cost.mode is PreemptionMode.RECOMPUTE:
+            self._cancel_swap(gift)
+        gift.num_kept, gift.wanted, gift.cost = num_kept, wanted, cost
+        gift.giving = replace(giving, num_blocks=len(gift.table) - num_kept)
+        num_shared = self._num_shared(table)
+        gift.whole = None
+        if num_kept > num_shared:
+            gift.whole = self._cost_of(self._facts(victim, table, num_shared, beneficiary), wanted)
+        self._release(gift, table)
+        if not self._is_keeper(victim):
+            self.gone.add(victim.request_id)
+            self.seats_left += 1
+        self._kept[victim.request_id] = table[:num_kept]
+
+    def _begin_gift(self, victim: Request, table: BlockTable, beneficiary: Request | None) -> _Gift:
+        gift = _Gift(
+            victim,
+            None if beneficiary is None else beneficiary.request_id,
+            table,
+            self._num_filled(victim, table),
+            not self._is_keeper(victim),
+        )
+        self._gifts[victim.request_id] = gift
+        return gift
+
+    def _cancel_swap(self, gift: _Gift) -> None:
+        """A tail that was to be parked is dropped after all, and with it those of others that shared blocks of it."""
+        tier, places = gift.cost.tier or Tier.HOST, set(gift.copied.values())
+        self._copied = {key: place for key, place in self._copied.items() if key[0] is not tier or place not in places}
+        self._draft.free_parked(tier, places)
+        gift.parked, gift.copied = [], {}
+        gift.wanted = PreemptionChoice.RECOMPUTE
+        gift.cost = self._cost_of(gift.giving, gift.wanted)
+        for other in self._gifts.values():
+            if (
+                other.cost.mode is PreemptionMode.SWAP
+                and other.cost.tier is tier
+                and not places.isdisjoint(other.parked)
+            ):
+                self._cancel_swap(other)
+
+    def _release(self, gift: _Gift, table: BlockTable) -> None:
+        """Take the blocks behind what is kept out of a victim's hands; with a swap, say where their content goes."""
+        tail = table[gift.num_kept :]
+        if gift.cost.mode is not PreemptionMode.SWAP:
+            self._draft.release(tail)
+            return
+        tier = gift.cost.tier or Tier.HOST
+        content = table[gift.num_kept : gift.num_filled]
+        fresh = [block for block in content if not self._is_copied(tier, block)]
+        if len(fresh) > self._draft.num_parked_available(tier):
+            self._make_room_on_host(gift.victim, len(fresh))
+        places = dict(zip(fresh, self._draft.take_parked(tier, len(fresh)), strict=True))
+        gift.copied.update(places)
+        gift.parked[:0] = [places[block] if block in places else self._copied[tier, block] for block in content]
+        if self._config.overlapped_copies:
+            self._draft.promise(cast("BlockTable", tuple(fresh)))
+            self._draft.release(table[gift.num_kept + len(content) :])
+        else:
+            self._copied.update({(tier, block): place for block, place in places.items()})
+            self._draft.release(tail)
+
+    def _is_copied(self, tier: Tier, block: DeviceBlockId) -> bool:
+        """Whether a copy of this plan has put a block on a tier. Not with overlap: that copy may end after others."""
+        return not self._config.overlapped_copies and (tier, block) in self._copied
+
+    def _num_filled(self, victim: Request, table: BlockTable) -> int:
+        """Leading blocks of a table that hold KV. Behind those of one who gave up a tail by swap, more is parked."""
+        return min(blocks_for(victim.num_computed_tokens, self._block_size), len(table))
+
+    def _facts(self, victim: Request, table: BlockTable, num_kept: int, beneficiary: Request | None) -> Giving:
+        """Collect what the choice for one victim depends on."""
+        content = table[num_kept : self._num_filled(victim, table)]
+        computed, gift = victim.num_computed_tokens, self._gifts.get(victim.request_id)
+        if gift is not None and gift.cost.mode is PreemptionMode.RECOMPUTE:
+            computed = min(computed, len(table) * self._block_size)
+        tiers = self._tiers_of(victim, gift, content)
+        bound_to = next(iter(tiers)) if len(tiers) == 1 else None
+        num_copied = sum(1 for block in content if bound_to is None or not self._is_copied(bound_to, block))
+        free, disk_room = self._draft.num_parked_available(Tier.HOST), self._disk_room()
+        movable = self._num_movable(victim) if num_copied > free else 0
+        if len(tiers) > 1:  # its KV would lie on two tiers
+            free = movable = disk_room = 0
+        return Giving(
+            num_blocks=len(table) - num_kept,
+            num_computed_tokens=computed,
+            num_kept_tokens=min(num_kept * self._block_size, computed),
+            num_copied_blocks=num_copied,
+            is_untouched=self._is_untouched(victim),
+            host_room=free + movable,
+            disk_room=disk_room,
+            num_moved_blocks=max(num_copied - free, 0) if movable else 0,
+            bound_to=bound_to,
+            is_awaited=self._config.overlapped_copies and beneficiary is not None,
+        )
+
+    def _tiers_of(self, victim: Request, gift: _Gift | None, content: BlockTable) -> set[Tier]:
+        """Return the tiers on which a part of a victim's KV is parked, or will be by this plan."""
+        parked = self._kv.parked.get(victim.request_id)
+        tiers = {tier for tier in Tier for block in content if self._is_copied(tier, block)} if self._copied else set()
+        if parked is not None:
+            tiers.add(parked.tier)
+        if gift is not None and gift.cost.mode is PreemptionMode.SWAP and gift.cost.tier is not None:
+            tiers.add(gift.cost.tier)
+        return tiers
+
+    def _cost_of(self, giving: Giving, wanted: PreemptionChoice) -> PreemptionCost:
+        return choose_mode(giving, self._state.costs, wanted, block_size=self._block_size)
+
+    # Room on the host
+
+    def _lower_parked(self, victim: Request) -> Iterator[Request]:
+        """Yield those ranked below a victim whose KV lies on the host and may move on, worst rank first.
+
+        To the disk, or, of a strictly less urgent class, to nowhere. Blocks that several share stay where they are.
+        """
+        kv = self._kv
+        names = [
+            name
+            for name, parked in kv.parked.items()
+            if parked.tier is Tier.HOST and name not in self.placed and name not in self._gifts
+        ]
+        gone = {*self.dropped, *(move.request_id for move in self.moves)}
+        for request in sorted((self._state.requests[name] for name in names), key=lambda r: r.rank, reverse=True):
+            if request.rank <= victim.rank:
+                return
+            blocks = cast("tuple[HostBlockId, ...]", kv.parked[request.request_id].blocks)
+            if request.request_id in gone or any(kv.host.references(block) > 1 for block in blocks):
+                continue
+            yield request
+
+    def _num_movable(self, victim: Request) -> int:
+        """Host blocks that would be free for a victim if those ranked below it moved on."""
+        disk, count = self._disk_room(), 0
+        for request in self._lower_parked(victim):
+            size = len(self._kv.parked[request.request_id].blocks)
+            if size <= disk:
+                disk -= size
+                count += size
+            elif request.rank[0] > victim.rank[0]:
+                count += size
+        return count
+
+    def _disk_room(self) -> int:
+        is_trusted = self._state.num_disk_failures < self._config.max_disk_failures
+        return self._draft.num_parked_available(Tier.DISK) if is_trusted else 0
+
+    def _make_room_on_host(self, victim: Request, num_blocks: int) -> None:
+        """Let parked KV of those ranked below a victim move on until it has room."""
+        for request in self._lower_parked(victim):
+            if self._draft.num_parked_available(Tier.HOST) >= num_blocks:
+                return
+            blocks = cast("tuple[HostBlockId, ...]", self._kv.parked[request.request_id].blocks)
+            if len(blocks) <= self._disk_room():
+                target = cast("tuple[DiskBlockId, ...]", self._draft.take_parked(Tier.DISK, len(blocks)))
+                self.moves.append(TierMove(next(self._next_copy_id), request.request_id, blocks, target))
+            elif request.rank[0] > victim.rank[0]:
+                self.dropped.append(request.request_id)
+            else:
+                continue
+            self._draft.free_parked(Tier.HOST, blocks)
+
+    # The result
+
+    def preemptions(self) -> tuple[Preemption, ...]:
+        """Return who gives way, in the order in which they were asked."""
+        return tuple(
+            Preemption(
+                victim=gift.victim.request_id,
+                beneficiary=gift.beneficiary,
+                giving=gift.giving,
+                wanted=gift.wanted,
+                cost=gift.cost,
+                num_kept=gift.num_kept,
+                parked=cast("ParkedTable", tuple(gift.parked)),
+                whole=gift.whole,
+                is_resident=gift.is_resident,
+            )
+            for gift in self._gifts.values()
+        )
+
+    def copies_out(self) -> Iterable[BlockCopy]:
+        """Yield the copies of those who are swapped."""
+        for gift in self._gifts.values():
+            if gift.cost.mode is PreemptionMode.SWAP:
+                yield BlockCopy(
+                    next(self._next_copy_id),
+                    gift.victim.request_id,
+                    CopyDirection.OUT,
+                    tuple(gift.copied),
+                    cast("ParkedTable", tuple(gift.copied.values())),
+                    gift.cost.tier or Tier.HOST,
+                )
+
+
+def _seconds(cost: PreemptionCost) -> float:
+    """What the chosen way costs (s)."""
+    if cost.mode in (PreemptionMode.UN_ADMIT, PreemptionMode.PAUSE):
+        return 0.0
+    if cost.mode is PreemptionMode.RECOMPUTE:
+        return cost.recompute_s
+    price = cost.host_s if cost.tier is Tier.HOST else cost.disk_s
+    return 0.0 if price is None else price
