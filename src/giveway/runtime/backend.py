@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from giveway.core.ids import BlockTable, DeviceBlockId, HostBlockId, RequestId, TokenId
 from giveway.core.plan import TokenLogprobs
 from giveway.core.sampling import SamplingParams
 
-__all__ = ["Backend", "BatchSequence", "SampleInput", "SequenceResult", "TokenLogprobs"]
+__all__ = ["Backend", "BatchSequence", "MemoryPool", "SampleInput", "SequenceResult", "TokenLogprobs"]
+
+
+class MemoryPool(Enum):
+    """One of the two pools of KV blocks of a backend."""
+
+    DEVICE = "device"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,25 @@ class Backend(Protocol):
 
     def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
         """Copy whole blocks host -> device, synchronously. Raises DeviceFaultError."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of either pool; known after `allocate`."""
+
+    def copy_within(self, pairs: Sequence[tuple[DeviceBlockId, DeviceBlockId]]) -> None:
+        """Copy whole blocks device -> device, (source, target) each, one pair after another, before the next forward.
+
+        Raises DeviceFaultError.
+        """
+
+    def read_block(self, pool: MemoryPool, block: int) -> memoryview:
+        """Return the content of one block: format "B", contiguous, a view where possible, valid until the next call.
+
+        Raises DeviceFaultError.
+        """
+
+    def write_block(self, pool: MemoryPool, block: int, content: memoryview) -> None:
+        """Replace the content of one block; `content` has as many bytes. Raises DeviceFaultError."""
 
     def close(self) -> None:
         """Release weights and pools. The backend is not used afterwards."""
