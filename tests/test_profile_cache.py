@@ -14,7 +14,7 @@ import pytest
 from giveway.core.cost_profile import CostProfile
 from giveway.profile_cache import MAX_FILE_BYTES, ProfileCache, default_directory, processor_kind, profile_key
 
-ONE = CostProfile(step_s=1e-3, token_s=1e-5, context_s=1e-8, copy_s=1e-4, slot_out_s=1e-6, slot_in_s=2e-6)
+ONE = CostProfile(step_s=1e-3, token_s=1e-5, context_s=1e-8, copy_s=1e-4, slot_out_s=1e-6, slot_in_s=2e-6, slot_to_disk_s=1e-6, slot_from_disk_s=2e-6)
 TWO = CostProfile(step_s=2e-3, token_s=2e-5, context_s=2e-8, copy_s=2e-4, slot_out_s=2e-6, slot_in_s=4e-6)
 
 

@@ -95,8 +95,8 @@ class EngineOptions:
     )
     preemption_victim: str | None = _option(
         None,
-        "Who gives way first inside a class. Default: the newest under fcfs, else the cheapest (fewest seconds lost for "
-        "each block that is still lacking).",
+        "Who gives way first inside a class. Default: the newest under fcfs, else the cheapest (fewest seconds lost "
+        "for each block that is still lacking).",
         choices=("newest", "least-work", "cheapest"),
     )
     partial_preemption: bool = _option(True, "A victim gives up only as many blocks as are lacking.")

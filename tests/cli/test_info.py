@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.cli.conftest import Cli
 
 
@@ -40,9 +42,11 @@ def test_the_embedded_model_is_the_default_and_its_weights_are_not_loaded(cli: C
     assert "blocks that fit  128 (2048 tokens)" in result.out
 
 
-def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+def without_torch(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command line without PyTorch, after the code `before`."""
     code = (
         'import sys; sys.modules["torch"] = None\n'  # importing it fails, and looking for it finds nothing
+        f"{before}"
         "from giveway.cli.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
@@ -53,7 +57,7 @@ def test_a_missing_torch_does_not_hide_what_the_files_say() -> None:
         result = without_torch(*arguments)
         assert result.returncode == 0
         assert f"geometry         {line}" in result.stdout
-        assert "blocks that fit  not known; name a size with" in result.stdout
+        assert "blocks that fit  " in result.stdout
         assert result.stderr.startswith("warning: PyTorch is not installed: ")
         assert "`pip install 'giveway[torch]'` (from a clone: `pip install '.[torch]'`)" in result.stderr
         assert result.stderr.count("\n") == 1
@@ -64,7 +68,18 @@ def test_a_missing_torch_leaves_the_sizes_that_were_named() -> None:
     facts = json.loads(result.stdout)
     assert (facts["num_kv_blocks"], facts["num_kv_tokens"], facts["num_host_blocks"]) == (40, 640, 20)
     assert (facts["device"], facts["dtype"], facts["kv_bytes_per_token"]) == ("cpu", "bfloat16", 256)
-    assert json.loads(without_torch("info", "tiny", "--json").stdout)["num_kv_blocks"] is None
+
+
+def test_a_missing_torch_does_not_hide_how_many_blocks_fit_by_default(cli: Cli) -> None:
+    # Goal: the numbers are those that the CPU would have with it. A fixed amount of memory, because it is read twice.
+    memory = "import giveway.runtime.memory as memory; memory.available_bytes = lambda: 10 << 30\n"
+    without = json.loads(without_torch("info", "--json", before=memory).stdout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("giveway.runtime.memory.available_bytes", lambda: 10 << 30)
+        assert without == json.loads(cli("info", "--json", "--device", "cpu").out)
+    free = (10 << 30) - without["weights_bytes"]
+    assert without["num_kv_blocks"] == free // 10 // without["kv_bytes_per_block"]
+    assert without["num_host_blocks"] == without["num_kv_blocks"] // 2
 
 
 def test_a_missing_torch_is_named_when_cuda_is_asked_about() -> None:

@@ -125,7 +125,7 @@ def test_closing_twice_or_before_allocation_is_harmless() -> None:
     backend = Driver(load_backend(tiny_checkpoint()), num_blocks=8).backend
     backend.close()
     backend.close()
-    for use in (backend.forward, backend.logits, backend.copy_out, backend.copy_in):
+    for use in (backend.forward, backend.logits, backend.copy_out, backend.copy_in, backend.copy_within):
         with pytest.raises(InvariantError, match="after close"):
             use([])
 
@@ -135,8 +135,10 @@ def test_pools_that_would_be_replaced_count_as_free(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("giveway.runtime.torch.backend.available_bytes", lambda device: 1000)
     backend = load_backend(tiny_checkpoint())
     assert backend.free_memory_bytes == 1000
+    monkeypatch.setattr("giveway.runtime.torch.kv_storage.KVStorage.num_pending_bytes", 600)
     backend.allocate(num_device_blocks=7, num_host_blocks=4, block_size=16)
-    assert backend.free_memory_bytes == 1000 + (7 + 1 + 4) * 16 * backend.kv_bytes_per_token
+    # What is not touched yet is among the 1000 already.
+    assert backend.free_memory_bytes == 1000 - 600 + (7 + 1 + 4) * 16 * backend.kv_bytes_per_token
     backend._device = torch.device("cuda")  # the host pool lies elsewhere
     assert backend.free_memory_bytes == 1000 + (7 + 1) * 16 * backend.kv_bytes_per_token
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)

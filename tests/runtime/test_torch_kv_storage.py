@@ -11,6 +11,7 @@ import torch
 
 from giveway.core.errors import ConfigError, DeviceFaultError
 from giveway.core.ids import DeviceBlockId, HostBlockId
+from giveway.runtime.backend import MemoryPool
 from giveway.runtime.torch import kv_storage
 from giveway.runtime.torch.kv_storage import BlockShape, KVStorage, available_bytes, joined_runs
 
@@ -125,6 +126,15 @@ def test_pools_too_large_for_the_memory_are_refused_with_numbers() -> None:
         make_storage(num_host_blocks=10**9)
 
 
+def test_two_pools_that_fit_only_one_at_a_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Goal: pages are taken later, so the second pool must not count on what the first one is going to take.
+    block_bytes = SHAPE.num_elements * 4
+    monkeypatch.setattr(kv_storage, "available_bytes", lambda device: (13 + 8) * block_bytes)
+    with pytest.raises(ConfigError, match=r"the host pool of 9 KV blocks .* at most 8 blocks fit"):
+        make_storage(num_device_blocks=12, num_host_blocks=9)
+    make_storage(num_device_blocks=12, num_host_blocks=8)
+
+
 def test_a_pool_without_host_blocks_is_fine() -> None:
     storage = make_storage(num_host_blocks=0)
     storage.copy_out([])
@@ -216,11 +226,21 @@ def test_a_refused_registration_falls_back_to_pinned_memory_and_says_so_once(
 
 def test_an_allocation_that_fails_is_a_configuration_error_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*arguments: object, **options: object) -> None:
+        raise OSError(12, "no such piece")
+
+    monkeypatch.setattr("mmap.mmap", no_memory)
+    with pytest.raises(ConfigError, match=r"device pool .* no such piece. Lower --kv-cache-memory-bytes"):
+        make_storage()
+
+
+def test_a_failed_allocation_of_pytorch_is_a_configuration_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Goal: the pool of a GPU, and host memory that CUDA would not register.
+    def no_memory(*arguments: object, **options: object) -> None:
         raise RuntimeError("no such piece")
 
     monkeypatch.setattr("torch.empty", no_memory)
-    with pytest.raises(ConfigError, match=r"device pool .* no such piece. Lower --kv-cache-memory-bytes"):
-        make_storage()
+    with pytest.raises(ConfigError, match=r"host pool .* no such piece. Lower --swap-space"):
+        kv_storage._blocks_of_zeros("host", (9, *SHAPE.dimensions), torch.float32, torch.device("cpu"))
 
 
 def test_memory_that_torch_has_cached_on_the_gpu_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,3 +268,120 @@ def test_a_large_copy_is_shared_with_a_second_thread_and_every_byte_arrives() ->
     storage.copy_out([])
     storage.close()
     storage.close()
+
+
+def test_touching_leaves_what_was_written_meanwhile_and_the_rest_zeros() -> None:
+    # Goal: the thread that maps pages runs beside requests that write; 24 MiB in blocks of 96 KiB.
+    shape = BlockShape(num_layers=6, block_size=16, num_kv_heads=2, head_size=64)
+    storage = KVStorage(
+        shape, num_device_blocks=200, num_host_blocks=50, dtype=torch.float32, device=torch.device("cpu")
+    )
+    device, host = storage.pools()
+    device[::3].fill_(2.0)
+    host[::3].fill_(3.0)
+    storage.wait_until_touched()
+    assert storage.num_pending_bytes == 0
+    for pool, value in ((device, 2.0), (host, 3.0)):
+        assert bool((pool[::3] == value).all())
+        assert not bool(pool[1::3].any() or pool[2::3].any())
+    assert not bool(storage.blocks(0, 0)[storage.blank_block].any())
+    storage.close()
+
+
+ALL_BITS = bytes(place * 7 % 256 for place in range(SHAPE.num_elements * 4))  # among them NaNs with a payload
+
+
+def test_a_block_is_read_and_written_byte_by_byte() -> None:
+    # Goal: no number is looked at, so that a NaN keeps its bits; and the neighbours stay as they are.
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        storage = make_storage(device)
+        assert storage.block_bytes == len(ALL_BITS)
+        for pool in MemoryPool:
+            storage.write_block(pool, 3, memoryview(ALL_BITS))
+            found = storage.read_block(pool, 3)
+            assert (found.format, found.c_contiguous, found.readonly) == ("B", True, True)
+            assert found == ALL_BITS
+            assert not any(storage.read_block(pool, 2))
+            assert not any(storage.read_block(pool, 4))
+        storage.copy_out(out((3, 0)))
+        assert storage.read_block(MemoryPool.HOST, 0) == ALL_BITS
+        storage.copy_within([(DeviceBlockId(3), DeviceBlockId(11))])
+        assert storage.read_block(MemoryPool.DEVICE, 11) == ALL_BITS
+
+
+def test_a_block_in_main_memory_is_read_where_it_lies_and_outlives_the_storage() -> None:
+    # Goal: no copy; and a view that somebody still holds after close() points at memory.
+    storage = make_storage()
+    view = storage.read_block(MemoryPool.HOST, 8)
+    storage.write_block(MemoryPool.HOST, 8, memoryview(ALL_BITS))
+    assert view == ALL_BITS
+    storage.close()
+    assert view == ALL_BITS
+
+
+def test_a_block_is_written_from_one_piece_of_any_format() -> None:
+    storage = make_storage()
+    storage.write_block(MemoryPool.DEVICE, 0, memoryview(bytearray(ALL_BITS)).cast("H"))
+    storage.write_block(MemoryPool.HOST, 1, storage.read_block(MemoryPool.DEVICE, 0))
+    assert storage.read_block(MemoryPool.HOST, 1) == ALL_BITS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [memoryview(ALL_BITS)[:-1], memoryview(ALL_BITS + b"x"), memoryview(b""), memoryview(ALL_BITS * 2)[::2]],
+    ids=["too short", "too long", "empty", "in pieces"],
+)
+def test_content_that_is_no_block_is_refused_and_nothing_is_written(content: memoryview) -> None:
+    storage = make_storage()
+    with pytest.raises(DeviceFaultError, match=r"block has 1,536 in one piece; nothing was written"):
+        storage.write_block(MemoryPool.HOST, 0, content)
+    assert not any(storage.read_block(MemoryPool.HOST, 0))
+
+
+@pytest.mark.parametrize(("pool", "block"), [("device", -1), ("device", 12), ("host", -1), ("host", 9)])
+def test_a_block_out_of_bounds_is_neither_read_nor_written(pool: str, block: int) -> None:
+    # Goal: 12 is the blank block, which nobody may reach.
+    storage = make_storage()
+    there = f"block {block} of the {pool} pool: that pool has blocks 0 to"
+    with pytest.raises(DeviceFaultError, match=there):
+        storage.read_block(MemoryPool(pool), block)
+    with pytest.raises(DeviceFaultError, match=there):
+        storage.write_block(MemoryPool(pool), block, memoryview(ALL_BITS))
+    assert content(storage, storage.blank_block) == {0.0}
+    with pytest.raises(DeviceFaultError, match="has no blocks"):
+        make_storage(num_host_blocks=0).read_block(MemoryPool.HOST, 0)
+
+
+def within(*pairs: tuple[int, int]) -> list[tuple[DeviceBlockId, DeviceBlockId]]:
+    return [(DeviceBlockId(source), DeviceBlockId(target)) for source, target in pairs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_inside_the_device_pool_happen_one_after_another(device: str) -> None:
+    # Goal: one source for several targets, a chain, a block onto itself; neighbours that overlap are no exception.
+    rng = random.Random(5)
+    storage = make_storage(device)
+    expected = fill(storage)
+    for pairs in (
+        within((0, 1), (1, 2), (2, 3)),
+        within((7, 4), (7, 5), (6, 6)),
+        *(within(*((rng.randrange(12), rng.randrange(12)) for _ in range(6))) for _ in range(20)),
+    ):
+        storage.copy_within(pairs)
+        for source, target in pairs:
+            expected[target] = expected[source]
+        for block, value in expected.items():
+            assert content(storage, block) == {value}
+    storage.copy_within([])
+
+
+@pytest.mark.parametrize("wrong", [(0, 12), (12, 0), (-1, 0), (0, -1)])
+def test_a_copy_inside_the_device_pool_out_of_bounds_is_refused_before_anything_is_written(
+    wrong: tuple[int, int],
+) -> None:
+    storage = make_storage()
+    fill(storage)
+    with pytest.raises(DeviceFaultError, match="blocks 0 to 11; nothing was copied"):
+        storage.copy_within(within((3, 4), wrong))
+    assert content(storage, 4) == {5.0}
+    assert content(storage, storage.blank_block) == {0.0}

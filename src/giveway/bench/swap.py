@@ -1,18 +1,18 @@
 """Bandwidth of swapping against the peak of the same link, measured in turn, and against the write-up's naive method.
 
 KV of the shape of Qwen2.5-7B: 28 layers, 4 KV heads of 128, 16 bits, 57,344 bytes a token. The swap is the backend's
-own copy of whole blocks, scattered as an allocator leaves them. The peak is the fastest plain copy of as many bytes
-between one contiguous range of each of the same two pools. Both wander over pools of more than 1 GiB, so that no cache
-helps.
+own copy of whole blocks, scattered as an allocator leaves them. The peak is the fastest plain copy, by whatever method
+and in one thread or two, of as many bytes between one contiguous range of each of the same two pools. On both sides
+every copy takes other blocks than the ones before, around pools of more than 1 GiB, so that no cache helps.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, cycle, islice
 from statistics import median
 from typing import Any
 
@@ -37,14 +37,15 @@ def bench_swap(
     """
     probe = SwapProbe(SHAPE, num_blocks=num_blocks, device=device)
     scattered = _scattered_blocks(random.Random(7), num_blocks)  # noqa: S311  # repeatable on purpose
-    rows = [_row(probe, tokens, num_blocks, scattered, num_rounds) for tokens in sizes]
+    ends = {end: _around(scattered, num_blocks) for end in ("device", "host")}
+    rows = [_row(probe, tokens, num_blocks, ends, num_rounds) for tokens in sizes]
     probe.close()
     settings = {
         "device": probe.description,
         "shape": "28 layers, 4 KV heads, head size 128, 16 bit, 16 tokens a block",
         "pools_gib": round(num_blocks * probe.block_bytes / 2**30, 2),
         "rounds": num_rounds,
-        "shares": "medians of swap over peak, pair by pair",
+        "shares": "medians of swap over peak, pair by pair; peak: the fastest of " + "; ".join(probe.plain_methods),
     }
     return Report("Swap bandwidth", settings, rows)
 
@@ -68,61 +69,64 @@ def _scattered_blocks(rng: random.Random, size: int) -> Iterator[list[int]]:
         yield free[start:] + free[:start]
 
 
-def _pairs(scattered: Iterator[list[int]], num_blocks: int) -> list[tuple[int, int]]:
-    """Return pairs of different blocks, each side in the order in which the allocator would give them."""
-    sides = []
-    for _ in range(2):
-        found: dict[int, None] = {}
-        while len(found) < num_blocks:
-            found |= dict.fromkeys(next(scattered))
-        sides.append(list(found)[:num_blocks])
-    return list(zip(*sides, strict=True))
+def _around(scattered: Iterator[list[int]], pool_blocks: int) -> Iterator[int]:
+    """Yield every block of a pool, in the order in which the allocator would give them, again and again."""
+    found: dict[int, None] = {}
+    while len(found) < pool_blocks:
+        found |= dict.fromkeys(next(scattered))
+    return cycle(found)
+
+
+def _pairs(ends: Mapping[str, Iterator[int]], direction: CopyDirection, num_blocks: int) -> list[tuple[int, int]]:
+    """Return (source, target) pairs of the blocks whose turn it is."""
+    device, host = (list(islice(ends[end], num_blocks)) for end in ("device", "host"))
+    return list(zip(device, host, strict=True) if direction is CopyDirection.OUT else zip(host, device, strict=True))
 
 
 def _row(
-    probe: SwapProbe, tokens: int, pool_blocks: int, scattered: Iterator[list[int]], num_rounds: int
+    probe: SwapProbe, tokens: int, pool_blocks: int, ends: Mapping[str, Iterator[int]], num_rounds: int
 ) -> dict[str, Any]:
     num_blocks = tokens // SHAPE.block_size
     starts = (number * num_blocks % (pool_blocks - num_blocks) for number in count(1))
-
-    def peak_s(direction: CopyDirection, method: str) -> float:
-        return _seconds(partial(probe.plain, direction, method, next(starts), next(starts), num_blocks))
-
-    best: dict[CopyDirection, str] = {}
-    for direction in CopyDirection:
-        tried = {name: median(peak_s(direction, name) for _ in range(5)) for name in probe.plain_methods}
-        best[direction] = min(tried, key=lambda name: tried[name])
-    times: dict[str, list[float]] = {}
-    for _ in range(num_rounds):
-        for direction in CopyDirection:  # other blocks in than out: what was just copied is still in the cache
-            swap = partial(probe.swap, direction, _pairs(scattered, num_blocks))
-            times.setdefault(direction.value, []).append(_seconds(swap))
+    swaps: dict[CopyDirection, list[float]] = {direction: [] for direction in CopyDirection}
+    plain: dict[CopyDirection, dict[str, list[float]]] = {
+        direction: {name: [] for name in probe.plain_methods} for direction in CopyDirection
+    }
+    naive: dict[CopyDirection, list[float]] = {direction: [] for direction in CopyDirection}
+    for number in range(num_rounds):
         for direction in CopyDirection:
-            times.setdefault(f"peak_{direction.value}", []).append(peak_s(direction, best[direction]))
-    for _ in range(max(num_rounds // 4, 2)):
-        for direction in CopyDirection:
-            naive = partial(probe.naive, direction, _pairs(scattered, num_blocks))
-            times.setdefault(f"naive_{direction.value}", []).append(_seconds(naive))
-    return _summary(tokens, num_blocks * probe.block_bytes, times)
+            swap = partial(probe.swap, direction, _pairs(ends, direction, num_blocks))
+            swaps[direction].append(_seconds(swap))
+            for name, times in plain[direction].items():
+                copy = partial(probe.plain, direction, name, next(starts), next(starts), num_blocks)
+                times.append(_seconds(copy))
+            if number % 4 == 0:  # it takes long
+                slow = partial(probe.naive, direction, _pairs(ends, direction, num_blocks))
+                naive[direction].append(_seconds(slow))
+    peaks = {direction: min(plain[direction].values(), key=median) for direction in CopyDirection}
+    return _summary(tokens, num_blocks * probe.block_bytes, swaps, peaks, naive)
 
 
-def _summary(tokens: int, num_bytes: int, times: dict[str, list[float]]) -> dict[str, Any]:
-    def share(way: str) -> float:
-        return median(peak / swap for peak, swap in zip(times[f"peak_{way}"], times[way], strict=True))
+_Times = Mapping[CopyDirection, Sequence[float]]  # seconds, round by round
 
-    ms = {name: 1e3 * median(seconds) for name, seconds in times.items()}
+
+def _summary(tokens: int, num_bytes: int, swaps: _Times, peaks: _Times, naive: _Times) -> dict[str, Any]:
+    def share(way: CopyDirection) -> float:
+        return median(peak / swap for peak, swap in zip(peaks[way], swaps[way], strict=True))
+
+    out, back = CopyDirection.OUT, CopyDirection.IN
     return {
         "tokens": tokens,
         "bytes": num_bytes,
-        "out_ms": ms["out"],
-        "in_ms": ms["in"],
-        "out_gb_s": num_bytes / ms["out"] / 1e6,
-        "in_gb_s": num_bytes / ms["in"] / 1e6,
-        "peak_gb_s": num_bytes / min(ms["peak_out"], ms["peak_in"]) / 1e6,
-        "share_out": share("out"),
-        "share_in": share("in"),
-        "naive_out_ms": ms["naive_out"],
-        "naive_in_ms": ms["naive_in"],
+        "out_ms": 1e3 * median(swaps[out]),
+        "in_ms": 1e3 * median(swaps[back]),
+        "out_gb_s": num_bytes / median(swaps[out]) / 1e9,
+        "in_gb_s": num_bytes / median(swaps[back]) / 1e9,
+        "peak_gb_s": num_bytes / min(median(peaks[out]), median(peaks[back])) / 1e9,
+        "share_out": share(out),
+        "share_in": share(back),
+        "naive_out_ms": 1e3 * median(naive[out]),
+        "naive_in_ms": 1e3 * median(naive[back]),
     }
 
 

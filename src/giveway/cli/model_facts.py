@@ -14,6 +14,7 @@ from giveway.build import format_bytes, load_model, size_pools
 from giveway.core.config import CacheConfig, blocks_for
 from giveway.core.errors import MissingDependencyError
 from giveway.options import EngineOptions
+from giveway.runtime import memory
 from giveway.runtime.backend import Backend
 from giveway.runtime.model_config import ModelConfig
 from giveway.runtime.model_source import INSTALL_TORCH, open_model
@@ -39,13 +40,13 @@ class _Machine:
     device: str
     dtype: str
     dtype_bytes: int  # of one element
-    free_memory_bytes: int | None  # before the weights are loaded; None: not known
+    free_memory_bytes: int  # before the weights are loaded; 0: not known
 
 
 def model_facts(options: EngineOptions) -> dict[str, Any]:
     """Return geometry, sizes (bytes) and what fits, by name; None: there is no such thing, or it is not known.
 
-    Works without PyTorch, which is then told as a warning: the pool has a size only if the options give it one.
+    Works without PyTorch, which is then told as a warning: sizes are those for the CPU.
     Raises ModelError or ConfigError.
     """
     if options.device == "dry":
@@ -55,10 +56,8 @@ def model_facts(options: EngineOptions) -> dict[str, Any]:
     num_parameters = sum(map(prod, config.tensor_shapes().values()))
     weight_bytes = num_parameters * machine.dtype_bytes
     kv_bytes_per_token = config.kv_bytes_per_token(machine.dtype_bytes)
-    cache = None
-    if machine.free_memory_bytes is not None or options.num_kv_blocks or options.kv_cache_memory_bytes:
-        free = max((machine.free_memory_bytes or 0) - weight_bytes, 0)
-        cache = size_pools(options, cast(Backend, _Estimate(machine.device, kv_bytes_per_token, free)))
+    free = max(machine.free_memory_bytes - weight_bytes, 0)
+    cache = size_pools(options, cast(Backend, _Estimate(machine.device, kv_bytes_per_token, free)))
     return {
         "model": name,
         "architecture": config.architecture,
@@ -100,21 +99,19 @@ def _facts_of_dry_run(options: EngineOptions) -> dict[str, Any]:
 
 
 def _facts_of_pool(
-    options: EngineOptions, kv_bytes_per_token: int, max_positions: int, cache: CacheConfig | None
+    options: EngineOptions, kv_bytes_per_token: int, max_positions: int, cache: CacheConfig
 ) -> dict[str, Any]:
-    max_model_len = min(options.max_model_len or max_positions, max_positions)
-    if cache is not None:
-        max_model_len = min(max_model_len, cache.num_device_slots + 1)
+    max_model_len = min(options.max_model_len or max_positions, max_positions, cache.num_device_slots + 1)
     blocks_of_longest = blocks_for(max(max_model_len - 1, 1), options.block_size)
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
         "block_size": options.block_size,
         "kv_bytes_per_block": kv_bytes_per_token * options.block_size,
-        "num_kv_blocks": cache and cache.num_device_blocks,
-        "num_kv_tokens": cache and cache.num_device_slots,
-        "num_host_blocks": cache and cache.num_host_blocks,
+        "num_kv_blocks": cache.num_device_blocks,
+        "num_kv_tokens": cache.num_device_slots,
+        "num_host_blocks": cache.num_host_blocks,
         "max_model_len": max_model_len,
-        "num_longest_requests": cache and cache.num_device_blocks // blocks_of_longest,
+        "num_longest_requests": cache.num_device_blocks // blocks_of_longest,
     }
 
 
@@ -133,9 +130,9 @@ def _machine(options: EngineOptions, config: ModelConfig) -> _Machine:
 def _machine_without_torch(options: EngineOptions) -> _Machine:
     if options.device == "cuda":
         raise MissingDependencyError(f"device is 'cuda', and only PyTorch can tell what it has. {INSTALL_TORCH}")
-    logger.warning("PyTorch is not installed: sizes are those for the CPU, free memory is not known. %s", INSTALL_TORCH)
+    logger.warning("PyTorch is not installed: sizes are those for the CPU. %s", INSTALL_TORCH)
     dtype = "float32" if options.dtype == "auto" else options.dtype
-    return _Machine("cpu", dtype, _DTYPE_BYTES[dtype], None)
+    return _Machine("cpu", dtype, _DTYPE_BYTES[dtype], memory.available_bytes() or 0)
 
 
 def _open(model: str | None) -> tuple[str, ModelConfig, int | None]:
@@ -180,14 +177,9 @@ def _model_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _pool_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [
+    return [
         ("KV of a token", format_bytes(facts["kv_bytes_per_token"])),
         ("KV of a block", f"{format_bytes(facts['kv_bytes_per_block'])} ({facts['block_size']} tokens)"),
-    ]
-    if facts["num_kv_blocks"] is None:
-        return [*rows, ("blocks that fit", "not known; name a size with --kv-cache-memory-bytes or --num-kv-blocks")]
-    return [
-        *rows,
         ("blocks that fit", f"{facts['num_kv_blocks']} ({facts['num_kv_tokens']} tokens)"),
         ("host blocks", str(facts["num_host_blocks"])),
         ("longest request", f"{facts['max_model_len']} tokens; {facts['num_longest_requests']} of them fit at once"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Protocol
 
 from giveway.core.ids import BlockTable, DeviceBlockId, HostBlockId, RequestId, TokenId
@@ -20,8 +20,8 @@ __all__ = ["Backend", "BatchSequence", "MemoryPool", "SampleInput", "SequenceRes
 class MemoryPool(Enum):
     """A pool of KV blocks that a backend holds in memory."""
 
-    DEVICE = auto()
-    HOST = auto()
+    DEVICE = "device"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)

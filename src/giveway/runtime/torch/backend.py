@@ -11,7 +11,7 @@ from torch import Tensor
 
 from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId
-from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult, TokenLogprobs
+from giveway.runtime.backend import BatchSequence, MemoryPool, SampleInput, SequenceResult, TokenLogprobs
 from giveway.runtime.torch.attention import Attention, BucketAttention, Chunk, attend_in_pieces, make_attention_shape
 from giveway.runtime.torch.attention_fast import choose_fast_attention
 from giveway.runtime.torch.exact_ops import silu_times
@@ -98,13 +98,16 @@ class TorchBackend:
         Pools that it would replace count as free.
         """
         free = available_bytes(self._device)
-        if free is None or self._storage is None:
+        storage = self._storage
+        if free is None or storage is None:
             return free or 0
-        is_shared = self._device.type == "cpu"  # both pools lie in the same memory
-        return free + self._storage.num_device_bytes + (self._storage.num_host_bytes if is_shared else 0)
+        if self._device.type != "cpu":
+            return free + storage.num_device_bytes
+        # Both pools lie in that memory; what is not touched yet is free already.
+        return free + storage.num_device_bytes + storage.num_host_bytes - storage.num_pending_bytes
 
     def allocate(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        """Allocate and touch both pools; called again, replace them.
+        """Allocate both pools; called again, replace them. Pools in main memory are touched in the background.
 
         Raises ConfigError if memory is short; there are no pools then.
         """
@@ -168,6 +171,26 @@ class TorchBackend:
     def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
         """Copy whole blocks host -> device, synchronously. Raises DeviceFaultError."""
         self._ready()[1].copy_in(pairs)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of either pool."""
+        return self._ready()[1].block_bytes
+
+    def copy_within(self, pairs: Sequence[tuple[DeviceBlockId, DeviceBlockId]]) -> None:
+        """Copy whole blocks device -> device, (source, target) each, one pair after another, synchronously.
+
+        Raises DeviceFaultError.
+        """
+        self._ready()[1].copy_within(pairs)
+
+    def read_block(self, pool: MemoryPool, block: int) -> memoryview:
+        """Return the bytes of one block, read-only; valid until the next call. Raises DeviceFaultError."""
+        return self._ready()[1].read_block(pool, block)
+
+    def write_block(self, pool: MemoryPool, block: int, content: memoryview) -> None:
+        """Replace the bytes of one block. Raises DeviceFaultError, and then nothing was written."""
+        self._ready()[1].write_block(pool, block, content)
 
     def close(self) -> None:
         """Release weights and pools; calling it again does nothing. The backend is not used afterwards."""

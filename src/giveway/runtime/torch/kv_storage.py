@@ -6,9 +6,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,9 @@ from torch import Tensor
 
 from giveway.core.errors import ConfigError, DeviceFaultError
 from giveway.core.ids import DeviceBlockId, HostBlockId
+from giveway.runtime import memory
+from giveway.runtime.backend import MemoryPool
+from giveway.runtime.zeroed_memory import BackgroundTouch, ZeroedMemory
 
 logger = logging.getLogger("giveway")
 
@@ -53,7 +55,7 @@ class BlockShape:
 
 
 class KVStorage:
-    """Device pool and host pool, allocated and touched once.
+    """Device pool and host pool, allocated once. What lies in main memory is touched in the background.
 
     The device pool has one block more than was asked for: `blank_block`, all zeros and never written. Attention reads
     it in place of slots that hold no token of the request, so what a former owner left there can never matter.
@@ -71,16 +73,30 @@ class KVStorage:
         self.shape = shape
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
-        block_bytes = shape.num_elements * dtype.itemsize
-        _check_room("device", num_device_blocks + 1, block_bytes, device)
-        _check_room("host", num_host_blocks, block_bytes, torch.device("cpu"))
+        self.block_bytes = shape.num_elements * dtype.itemsize
+        main_memory = torch.device("cpu")
+        device_bytes = (num_device_blocks + 1) * self.block_bytes
+        _check_room("device", num_device_blocks + 1, self.block_bytes, device, 0)
+        # What is not touched yet still counts as available, and on a CPU the device pool takes of the same.
+        taken_bytes = device_bytes if device == main_memory else 0
+        _check_room("host", num_host_blocks, self.block_bytes, main_memory, taken_bytes)
         self._second_thread: ThreadPoolExecutor | None = None
-        self._device = _blocks_of_zeros("device", (num_device_blocks + 1, *shape.dimensions), dtype, device)
-        self._host = _blocks_of_zeros("host", (num_host_blocks, *shape.dimensions), dtype, torch.device("cpu"))
         # Takes back what CUDA was told of the host pool, in time also if nobody calls close(); None: nothing to do.
         self._unregister: Callable[[], object] | None = None
-        if device.type == "cuda" and num_host_blocks:
-            self._pin_host_pool()
+        self._touch: BackgroundTouch | None = None  # None: somebody else touches the pools
+        dimensions, host_dimensions = ((n, *shape.dimensions) for n in (num_device_blocks + 1, num_host_blocks))
+        if device == main_memory:
+            device_zeros = _map_zeros("device", device_bytes)
+            self._device = _view_as(device_zeros, dimensions, dtype)
+        else:
+            self._device = _blocks_of_zeros("device", dimensions, dtype, device)
+        host_zeros = _map_zeros("host", num_host_blocks * self.block_bytes)
+        self._host = _view_as(host_zeros, host_dimensions, dtype)
+        if device == main_memory:
+            self._touch = BackgroundTouch([device_zeros, host_zeros])
+            weakref.finalize(self, self._touch.stop)  # a storage that nobody closed, and the end of the process
+        elif num_host_blocks and device.type == "cuda":
+            self._pin_host_pool()  # which touches it
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +119,11 @@ class KVStorage:
         return self._host.nbytes
 
     @property
+    def num_pending_bytes(self) -> int:
+        """Bytes of both pools that take no memory yet and will be touched soon."""
+        return 0 if self._touch is None else self._touch.num_pending_bytes
+
+    @property
     def host_is_pinned(self) -> bool:
         """Whether the host pool can be copied to and from by the device on its own."""
         return self._host.is_pinned()
@@ -110,8 +131,9 @@ class KVStorage:
     def _pin_host_pool(self) -> None:
         """Let the device copy to and from the host pool on its own.
 
-        The pool is allocated plainly and then registered, because PyTorch's allocator of pinned memory rounds up to a
-        power of two, nearly twice the pool in the worst case. Raises ConfigError if neither way is open.
+        The pool is mapped plainly and then registered, because PyTorch's allocator of pinned memory rounds up to a
+        power of two, nearly twice the pool in the worst case. Registering touches every page. Raises ConfigError if
+        neither way is open.
         """
         address, num_bytes = self._host.data_ptr(), self._host.nbytes
         failure = int(_cuda_runtime().cudaHostRegister(address, num_bytes, _REGISTER_PORTABLE))
@@ -134,12 +156,19 @@ class KVStorage:
 
     def close(self) -> None:
         """Give the memory of both pools back; calling it again does nothing. The storage is not used afterwards."""
+        if self._touch is not None:
+            self._touch.stop()  # it holds the memory until it ends
         if self._unregister is not None:
             self._unregister()
         if self._second_thread is not None:
             self._second_thread.shutdown()
         self.num_device_blocks = self.num_host_blocks = 0
         self._device, self._host = (torch.empty(0, dtype=pool.dtype) for pool in (self._device, self._host))
+
+    def wait_until_touched(self) -> None:
+        """Return when every page of both pools is in place, for benchmarks and tests."""
+        if self._touch is not None:
+            self._touch.wait()
 
     def pools(self) -> tuple[Tensor, Tensor]:
         """Both pools, device without the blank block and host: [num_blocks, *BlockShape.dimensions], for benchmarks."""
@@ -170,12 +199,54 @@ class KVStorage:
         """Copy whole blocks host -> device; returns when they are there."""
         self._copy(list(pairs), self._host, self._device, (self.num_host_blocks, self.num_device_blocks))
 
+    def copy_within(self, pairs: Sequence[tuple[DeviceBlockId, DeviceBlockId]]) -> None:
+        """Copy whole blocks device -> device, one pair after another: a target may be the source of a later pair."""
+        limits = (self.num_device_blocks, self.num_device_blocks)
+        _check_pairs(pairs, limits)
+        with _copying(len(pairs)):
+            if self._device.is_cpu:
+                rows = _byte_rows(self._device)
+                for source, target in pairs:
+                    np.copyto(rows[target], rows[source])
+                return
+            for source, target in pairs:
+                self._device[target].copy_(self._device[source], non_blocking=True)
+            self._wait_for_device()
+
+    def read_block(self, pool: MemoryPool, block: int) -> memoryview:
+        """Return the bytes of one block, read-only. A view of a pool in main memory, otherwise a copy."""
+        content = self._block(pool, block)
+        with _copying(1):
+            return content.cpu().numpy().data.toreadonly()
+
+    def write_block(self, pool: MemoryPool, block: int, content: memoryview) -> None:
+        """Replace the bytes of one block. Raises DeviceFaultError, and then nothing was written."""
+        target = self._block(pool, block)
+        if content.nbytes != len(target) or not content.c_contiguous:
+            raise DeviceFaultError(
+                f"writing {pool.value} block {block}: {content.nbytes:,} bytes were given, a block has "
+                f"{len(target):,} in one piece; nothing was written"
+            )
+        source = np.frombuffer(content, np.uint8)
+        with _copying(1):
+            if target.is_cpu:
+                np.copyto(target.numpy(), source)
+                return
+            target.copy_(torch.from_numpy(source.copy()))  # PyTorch wraps no read-only memory
+            self._wait_for_device()
+
+    def _block(self, pool: MemoryPool, block: int) -> Tensor:
+        """View one block as bytes: [block_bytes]."""
+        blocks, limit = (
+            (self._device, self.num_device_blocks) if pool is MemoryPool.DEVICE else (self._host, self.num_host_blocks)
+        )
+        if not 0 <= block < limit:
+            raise DeviceFaultError(f"KV block {block} of the {pool.value} pool: that pool has {_range_of(limit)}")
+        return blocks[block].view(-1).view(torch.uint8)
+
     def _copy(self, pairs: Sequence[tuple[int, int]], source: Tensor, target: Tensor, limits: tuple[int, int]) -> None:
-        for block, limit in ((pair[side], limits[side]) for pair in pairs for side in (0, 1)):
-            if not 0 <= block < limit:
-                there = f"blocks 0 to {limit - 1}" if limit else "no blocks"
-                raise DeviceFaultError(f"copy of KV block {block}: that pool has {there}; nothing was copied")
-        try:
+        _check_pairs(pairs, limits)
+        with _copying(len(pairs)):
             if not pairs:
                 return
             if self._device.is_cpu:
@@ -184,10 +255,11 @@ class KVStorage:
             for first_source, first_target, length in joined_runs(pairs):
                 piece = source[first_source : first_source + length]
                 target[first_target : first_target + length].copy_(piece, non_blocking=self.host_is_pinned)
-            if self._device.is_cuda:
-                torch.cuda.current_stream(self._device.device).synchronize()
-        except RuntimeError as error:
-            raise DeviceFaultError(f"copying {len(pairs)} KV blocks failed: {error}") from error
+            self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        if self._device.is_cuda:
+            torch.cuda.current_stream(self._device.device).synchronize()
 
     def _copy_on_cpu(self, pairs: Sequence[tuple[int, int]], source: _ByteRows, target: _ByteRows) -> None:
         """Copy in this thread, and a large amount in a second one too; numpy lets go of the interpreter meanwhile.
@@ -206,6 +278,26 @@ class KVStorage:
             _copy_rows(pairs[:middle], source, target)
         finally:
             other.result()
+
+
+def _check_pairs(pairs: Sequence[tuple[int, int]], limits: tuple[int, int]) -> None:
+    """Raise DeviceFaultError unless both sides of every pair exist."""
+    for block, limit in ((pair[side], limits[side]) for pair in pairs for side in (0, 1)):
+        if not 0 <= block < limit:
+            raise DeviceFaultError(f"copy of KV block {block}: that pool has {_range_of(limit)}; nothing was copied")
+
+
+def _range_of(num_blocks: int) -> str:
+    return f"blocks 0 to {num_blocks - 1}" if num_blocks else "no blocks"
+
+
+@contextmanager
+def _copying(num_blocks: int) -> Iterator[None]:
+    """Turn what PyTorch raises into a DeviceFaultError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceFaultError(f"copying {num_blocks} KV blocks failed: {error}") from error
 
 
 _ByteRows = np.ndarray[Any, np.dtype[np.uint8]]  # [blocks, bytes of a block]
@@ -240,28 +332,29 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    found = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = meminfo.read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-        # Cached file pages count as used there, although the system gives them up for an allocation.
-        statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        found.append(max(0, int(text) - int(used.read_text()) + int(statistics.get("inactive_file", 0))))
-    return min(found, default=None)
+    return memory.available_bytes()
 
 
 def _blocks_of_zeros(
     pool: str, dimensions: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pin_memory: bool = False
 ) -> Tensor:
-    """Allocate a pool and touch it. Raises ConfigError when the allocator has no such piece."""
+    """Allocate a pool by PyTorch and touch it. Raises ConfigError when the allocator has no such piece."""
     try:
-        # zero_ and not torch.zeros: the latter leaves the pages to be mapped by the first requests.
         return torch.empty(dimensions, dtype=dtype, device=device, pin_memory=pin_memory).zero_()
     except RuntimeError as error:
-        raise ConfigError(f"the {pool} pool of KV blocks cannot be allocated: {error}. {_REMEDIES[pool]}") from error
+        raise _no_such_piece(pool, error) from error
+
+
+def _map_zeros(pool: str, num_bytes: int) -> ZeroedMemory:
+    """Reserve a pool in main memory, untouched. Raises ConfigError when the system refuses."""
+    try:
+        return ZeroedMemory(num_bytes)
+    except OSError as error:
+        raise _no_such_piece(pool, error) from error
+
+
+def _no_such_piece(pool: str, error: Exception) -> ConfigError:
+    return ConfigError(f"the {pool} pool of KV blocks cannot be allocated: {error}. {_REMEDIES[pool]}")
 
 
 def _cuda_runtime() -> Any:
@@ -274,10 +367,16 @@ def _unregister(address: int) -> None:
         logger.warning("CUDA could not unregister the host pool (error %d)", failure)
 
 
-def _check_room(pool: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:
+def _view_as(zeros: ZeroedMemory, dimensions: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(zeros.array).view(dtype).view(dimensions)
+
+
+def _check_room(pool: str, num_blocks: int, block_bytes: int, device: torch.device, taken_bytes: int) -> None:
+    """Raise ConfigError unless the pool fits beside `taken_bytes` that somebody is going to use."""
     needed, free = num_blocks * block_bytes, available_bytes(device)
-    if free is None or needed <= free:
+    if free is None or needed <= free - taken_bytes:
         return
+    free -= taken_bytes
     raise ConfigError(
         f"the {pool} pool of {num_blocks} KV blocks needs {needed / 2**20:,.0f} MiB ({block_bytes:,} bytes each), but "
         f"{free / 2**20:,.0f} MiB are available on {device}: at most {free // block_bytes} blocks fit. "

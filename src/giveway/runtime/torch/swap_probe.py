@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,10 @@ class SwapProbe:
     """Two pools of blocks of one shape, 16 bits an element."""
 
     def __init__(self, shape: BlockShape, *, num_blocks: int, device: str) -> None:
-        """Allocate both pools. Raises ConfigError when the device is absent or memory is short."""
+        """Allocate both pools, as for serving, and wait until every page is in place.
+
+        Raises ConfigError when the device is absent or memory is short.
+        """
         if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
             raise ConfigError(f"device is {device!r}; 'cpu' works everywhere, 'cuda' where PyTorch finds such a device")
         self._where = torch.device(device)
@@ -33,12 +37,19 @@ class SwapProbe:
             dtype=torch.bfloat16,
             device=self._where,
         )
+        self._storage.wait_until_touched()  # a page that is missing would be counted as a slow copy
         self.block_bytes = shape.num_elements * 2
         self._shape = shape
         self._threads = ThreadPoolExecutor(2)
-        self._methods: dict[str, _PlainCopy] = {"torch": self._by_torch}
-        if device == "cpu":
-            self._methods |= {"numpy": _by_numpy, "numpy, 2 threads": self._by_two_threads}
+        if device == "cuda":
+            self._methods: dict[str, _PlainCopy] = {"torch": self._by_torch}
+        else:
+            self._methods = {
+                "torch, 1 thread": partial(self._by_torch_in, 1),
+                "torch, 2 threads": partial(self._by_torch_in, 2),
+                "numpy, 1 thread": _by_numpy,
+                "numpy, 2 threads": self._by_two_threads,
+            }
 
     @property
     def description(self) -> str:
@@ -74,8 +85,9 @@ class SwapProbe:
         self._wait()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and give the pools back."""
         self._threads.shutdown()
+        self._storage.close()
 
     def _pools(self, direction: CopyDirection) -> tuple[Tensor, Tensor]:
         device, host = self._storage.pools()
@@ -88,6 +100,14 @@ class SwapProbe:
     def _by_torch(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=self._where.type == "cuda")
         self._wait()
+
+    def _by_torch_in(self, num_threads: int, source: Tensor, target: Tensor) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            self._by_torch(source, target)
+        finally:
+            torch.set_num_threads(before)
 
     def _by_two_threads(self, source: Tensor, target: Tensor) -> None:
         list(self._threads.map(np.copyto, np.array_split(_bytes(target), 2), np.array_split(_bytes(source), 2)))
