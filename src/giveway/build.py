@@ -207,7 +207,9 @@ def _check(options: EngineOptions) -> None:
         ("preemption_victim", (None, *(order.value for order in VictimOrder))),
     ):
         if getattr(options, name) not in choices:
-            raise ConfigError(f"{name} is {getattr(options, name)!r}; it must be one of {', '.join(filter(None, choices))}")
+            raise ConfigError(
+                f"{name} is {getattr(options, name)!r}; it must be one of {', '.join(filter(None, choices))}"
+            )
     if not MOST_URGENT_CLASS <= options.default_priority <= LEAST_URGENT_CLASS:
         raise ConfigError(f"default_priority is {options.default_priority}; classes are 0 (most urgent) to 100")
 

@@ -99,7 +99,7 @@ def test_requests_join_and_leave_between_any_two_steps() -> None:
 
 
 def test_an_urgent_arrival_takes_the_only_seat_in_the_same_step() -> None:
-    built = dry(max_num_seqs=1)
+    built = dry(max_num_seqs=1, partial_preemption=False)
     slow = built.engine.submit([1] * 4, GREEDY, priority=20)
     built.engine.step()
     urgent = built.engine.submit([2] * 4, SamplingParams(temperature=0, max_tokens=1), priority=0)
@@ -302,7 +302,7 @@ def test_auto_swaps_where_copies_are_cheap_and_recomputes_where_they_are_dear(
     # Goal: the pinned profile decides, whatever the machine at hand would say.
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({**SHIPPED.as_dict(), "copy_s": copy_s}))
-    built = dry(max_num_seqs=1, preemption_mode="auto", cost_profile=str(profile))
+    built = dry(max_num_seqs=1, preemption_mode="auto", cost_profile=str(profile), partial_preemption=False)
     name = built.engine.submit([1] * 40, GREEDY, priority=20)
     built.engine.step()
     built.engine.submit([2], SamplingParams(temperature=0, max_tokens=1), priority=0)
