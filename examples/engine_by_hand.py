@@ -19,4 +19,4 @@ for number in range(20):
             print(f"{update.request_id} is finished: {len(update.result.token_ids)} tokens")
 while engine.has_work:
     engine.step()
-assert preempted == ["slow"]
+assert set(preempted) == {"slow"}  # it gave up only as many blocks as were lacking, more than once

@@ -7,7 +7,7 @@ import pytest
 from giveway.core.config import CacheConfig
 from giveway.core.errors import InvariantError
 from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, HostBlockId, RequestId
-from giveway.core.kv_cache import BlockCopy, CopyDirection, KVCache
+from giveway.core.kv_cache import BlockCopy, CopyDirection, KVCache, Tier
 from giveway.core.kv_draft import KVDraft
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -17,8 +17,8 @@ def table(*numbers: int) -> BlockTable:
     return tuple(DeviceBlockId(number) for number in numbers)
 
 
-def make_cache(*, device: int = 6, on_host: int = 6) -> KVCache:
-    return KVCache(CacheConfig(device, on_host, block_size=2, enable_prefix_caching=True))
+def make_cache(*, device: int = 6, on_host: int = 6, on_disk: int = 0) -> KVCache:
+    return KVCache(CacheConfig(device, on_host, block_size=2, enable_prefix_caching=True, num_disk_blocks=on_disk))
 
 
 def cache_with_prefix(*, owner_stays: bool) -> KVCache:
@@ -35,7 +35,7 @@ def cache_with_prefix(*, owner_stays: bool) -> KVCache:
 
 def begin_copy_out(kv: KVCache, name: RequestId, number: int, blocks: BlockTable) -> None:
     hosts = tuple(HostBlockId(number * 3 + place) for place in range(len(blocks)))
-    kv.begin_copy(BlockCopy(CopyId(number), name, CopyDirection.OUT, blocks, hosts))
+    kv.begin_copy_out(BlockCopy(CopyId(number), name, CopyDirection.OUT, blocks, hosts), num_kept=0, parked=hosts)
 
 
 def test_a_draft_writes_nothing() -> None:
@@ -43,7 +43,7 @@ def test_a_draft_writes_nothing() -> None:
     draft = KVDraft(kv)
     draft.release(table(0, 1, 2))
     draft.take(6)
-    draft.take_host(2)
+    draft.take_parked(Tier.HOST, 2)
     kv.check()
     assert (kv.device.num_owned, kv.host.num_owned) == (3, 0)
 
@@ -164,7 +164,8 @@ def test_a_resident_whose_blocks_are_being_read_in_promises_none_of_them() -> No
     kv.admit(A, hits=(), new=table(0))
     begin_copy_out(kv, A, 0, table(0))
     kv.end_copy(CopyId(0), keep=True)
-    kv.begin_copy(BlockCopy(CopyId(1), A, CopyDirection.IN, table(4), kv.host_tables[A]), table=table(4, 5))
+    back = BlockCopy(CopyId(1), A, CopyDirection.IN, table(4), kv.parked[A].blocks)
+    kv.begin_copy_in(back, hits=(), new=table(4, 5))
     assert KVDraft(kv).num_promised == 0
     kv.forget(A)  # aborted: now the copy alone holds block 4
     assert KVDraft(kv).num_promised == 1
@@ -179,9 +180,41 @@ def test_what_is_held_for_a_waiting_request_is_out_of_reach_for_the_rest_of_the_
     assert (draft.num_available, draft.num_promised) == (0, 1)
 
 
-def test_a_full_host_pool_is_a_value_and_not_an_error() -> None:
-    draft = KVDraft(make_cache(on_host=3))
-    assert draft.take_host(2) == (0, 1)
-    assert draft.take_host(2) is None
-    assert draft.take_host(1) == (2,)
-    assert draft.take_host(0) == ()
+@pytest.mark.parametrize("tier", Tier)
+def test_room_off_the_device_is_asked_for_before_it_is_taken(tier: Tier) -> None:
+    draft = KVDraft(make_cache(on_host=3, on_disk=3))
+    assert draft.num_parked_available(tier) == 3
+    assert draft.take_parked(tier, 2) == (0, 1)
+    assert draft.num_parked_available(tier) == 1
+    with pytest.raises(InvariantError, match=f"parks 2 blocks on the {tier.value}, which lacks room"):
+        draft.take_parked(tier, 2)
+    assert draft.take_parked(tier, 1) == (2,)
+    assert draft.take_parked(tier, 0) == ()
+    other = Tier.DISK if tier is Tier.HOST else Tier.HOST
+    assert draft.num_parked_available(other) == 3
+
+
+def test_places_that_parked_kv_leaves_within_the_plan_are_handed_out_again_after_the_free_ones() -> None:
+    # Goal: what moves on to the disk makes room on the host for a victim of the same plan.
+    kv = make_cache(on_host=3)
+    kv.admit(A, hits=(), new=table(0))
+    begin_copy_out(kv, A, 0, table(0))
+    kv.end_copy(CopyId(0), keep=True)
+    draft = KVDraft(kv)
+    assert draft.num_parked_available(Tier.HOST) == 2
+    draft.free_parked(Tier.HOST, kv.parked[A].blocks)
+    assert draft.num_parked_available(Tier.HOST) == 3
+    assert draft.take_parked(Tier.HOST, 3) == (1, 2, 0)
+    assert draft.num_parked_available(Tier.HOST) == 0
+    kv.check()
+
+
+def test_what_was_kept_counts_as_held_and_can_be_released_by_a_plan() -> None:
+    kv = make_cache()
+    kv.admit(A, hits=(), new=table(0, 1, 2))
+    kv.give_up(A, 2)
+    draft = KVDraft(kv)
+    assert (draft.num_available, draft.references(DeviceBlockId(0))) == (4, 1)
+    draft.release(table(1))
+    assert draft.num_available == 5
+    assert draft.take(5) == table(2, 3, 4, 5, 1)

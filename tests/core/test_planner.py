@@ -80,7 +80,7 @@ def test_blocks_that_hold_nothing_yet_are_not_copied() -> None:
     world.make_resident("r", prompt_tokens=4)
     world.give_way("r", PreemptionChoice.SWAP)
     plan = world.step()
-    assert [(len(copy.device_blocks), len(copy.host_blocks)) for copy in plan.copies_out] == [(1, 1)]
+    assert [(len(copy.device_blocks), len(copy.parked_blocks)) for copy in plan.copies_out] == [(1, 1)]
     assert world.num_device_blocks_owned == 1
 
 

@@ -9,9 +9,9 @@ from itertools import combinations
 
 import pytest
 
-from giveway.core.config import SchedulingPolicy
+from giveway.core.config import SchedulingPolicy, VictimOrder
 from giveway.core.ids import BlockTable, DeviceBlockId, RequestId
-from giveway.core.policy import choose_victims, in_victim_order, may_displace, rank_of
+from giveway.core.policy import aged_class, choose_victims, in_victim_order, may_displace, may_take_kept, rank_of
 from giveway.core.request import Request, RequestSpec
 
 PRIORITY, FCFS, NONE = SchedulingPolicy.PRIORITY, SchedulingPolicy.FCFS, SchedulingPolicy.NONE
@@ -62,9 +62,130 @@ def test_nobody_displaces_itself() -> None:
     assert not may_displace(mine, mine, PRIORITY)
 
 
+def has_paid(request: Request) -> Request:
+    request.num_lost_in_class = request.num_known_tokens
+    return request
+
+
+def test_whoever_has_paid_gives_way_to_other_classes_only() -> None:
+    grows = make_request("grows", 5, 0, policy=PRIORITY)
+    assert not may_displace(grows, has_paid(make_request("equal", 5, 1, policy=PRIORITY)), PRIORITY)
+    assert may_displace(grows, has_paid(make_request("lower", 9, 1, policy=PRIORITY)), PRIORITY)
+    newcomer = make_request("newcomer", 5, 0, resident=False, policy=PRIORITY)
+    guest = has_paid(make_request("guest", 5, 1, is_guest=True, policy=PRIORITY))
+    assert may_displace(newcomer, guest, PRIORITY)
+
+
+@pytest.mark.parametrize(
+    ("policy", "resident", "priority", "number", "expected"),
+    [
+        (PRIORITY, False, 9, 1, True),  # everybody ranked above may, also a newcomer
+        (PRIORITY, False, 5, 3, True),  # of its own class too
+        (PRIORITY, False, 5, 1, False),  # but not of one ranked above
+        (PRIORITY, True, 5, 1, True),  # a resident may: it computes and the other does not
+        (PRIORITY, True, 1, 1, False),  # a more urgent class is out of reach all the same
+        (FCFS, False, 0, 1, False),
+        (FCFS, False, 9, 3, True),
+        (FCFS, True, 0, 1, True),
+        (NONE, True, 9, 3, False),
+    ],
+)
+def test_who_may_take_what_another_has_kept(
+    policy: SchedulingPolicy, resident: bool, priority: int, number: int, expected: bool
+) -> None:
+    mine = make_request("mine", 5, 2, resident=resident, policy=policy)
+    keeper = make_request("keeper", priority, number, resident=False, policy=policy)
+    assert may_take_kept(mine, keeper, policy) is expected
+
+
+@pytest.mark.parametrize(
+    ("priority", "waited_s", "expected"),
+    [(9, 0.0, 9), (9, 9.9, 9), (9, 10.0, 8), (9, 35.0, 6), (9, 90.0, 0), (9, 1e6, 0), (0, 50.0, 0), (1, -5.0, 1)],
+)
+def test_a_class_counts_as_one_lower_for_every_span_of_waiting_down_to_the_first(
+    priority: int, waited_s: float, expected: int
+) -> None:
+    assert aged_class(priority, waited_s, 10.0) == expected
+
+
+# The order in which residents give way
+
+
+def in_order(
+    candidates: Sequence[Request],
+    order: VictimOrder = VictimOrder.NEWEST,
+    *,
+    keepers: Collection[str] = (),
+    prices: dict[str, float] | None = None,
+    settle_tokens: int = 4,
+) -> list[str]:
+    asked: list[str] = []
+
+    def price(request: Request) -> float:
+        asked.append(request.request_id)
+        return (prices or {}).get(request.request_id, 0.0)
+
+    victims = in_victim_order(
+        candidates,
+        order,
+        settle_tokens=settle_tokens,
+        is_keeper=lambda request: request.request_id in keepers,
+        price=price,
+    )
+    assert len(asked) == len(set(asked)), "a price was asked for twice"
+    assert not set(asked) & set(keepers)
+    return [victim.request_id for victim in victims]
+
+
+def settling(request: Request, *, own_tokens: int = 1) -> Request:
+    """It gave way and came back, and has emitted nothing since."""
+    request.compute(1)
+    request.preempt()
+    request.admit(num_hit_tokens=0, is_guest=False)
+    request.compute(own_tokens)
+    return request
+
+
 def test_the_least_urgent_gives_way_first_and_of_equals_the_newest() -> None:
     residents = [make_request(f"{p}.{n}", p, n, policy=PRIORITY) for p, n in ((0, 3), (5, 0), (5, 2), (9, 1))]
-    assert [victim.request_id for victim in in_victim_order(residents)] == ["9.1", "5.2", "5.0", "0.3"]
+    assert in_order(residents) == ["9.1", "5.2", "5.0", "0.3"]
+
+
+@pytest.mark.parametrize("order", VictimOrder)
+def test_the_class_decides_before_anything_else(order: VictimOrder) -> None:
+    urgent, lower = make_request("urgent", 0, 0, policy=PRIORITY), make_request("lower", 9, 1, policy=PRIORITY)
+    assert in_order([urgent, settling(lower)], order, prices={"urgent": 1.0, "lower": 99.0}) == ["lower", "urgent"]
+    assert in_order([urgent, lower], order, keepers=("urgent",), prices={"lower": 99.0}) == ["lower", "urgent"]
+
+
+@pytest.mark.parametrize("order", [VictimOrder.LEAST_WORK, VictimOrder.CHEAPEST])
+def test_inside_a_class_the_smaller_price_goes_first_and_ties_go_to_the_latest_arrival(order: VictimOrder) -> None:
+    residents = [make_request(f"r{n}", 5, n, policy=PRIORITY) for n in range(4)]
+    prices = {"r0": 1.0, "r1": 3.0, "r2": 1.0, "r3": 2.0}
+    assert in_order(residents, order, prices=prices) == ["r2", "r0", "r3", "r1"]
+
+
+def test_the_newest_goes_first_whatever_it_costs() -> None:
+    residents = [make_request(f"r{n}", 5, n, policy=PRIORITY) for n in range(3)]
+    assert in_order(residents, prices={"r2": 99.0, "r0": 0.0}) == ["r2", "r1", "r0"]
+
+
+def test_who_has_given_way_already_goes_before_the_residents_of_its_class_and_who_just_came_back_last() -> None:
+    residents = [make_request(f"r{n}", 5, n, policy=PRIORITY) for n in range(3)]
+    settling(residents[2])
+    keeper = make_request("keeper", 5, 9, resident=False, policy=PRIORITY)
+    older = make_request("older", 5, 7, resident=False, policy=PRIORITY)
+    assert in_order([older, keeper, *residents], keepers=("keeper", "older")) == ["keeper", "older", "r1", "r0", "r2"]
+
+
+def test_one_that_just_came_back_and_computed_nothing_yet_is_not_spared() -> None:
+    # Goal: taking its admission back loses nothing.
+    residents = [make_request(f"r{n}", 5, n, policy=PRIORITY) for n in range(2)]
+    settling(residents[1], own_tokens=0)
+    assert in_order(residents) == ["r1", "r0"]
+    residents[1].compute(1)
+    assert in_order(residents) == ["r0", "r1"]
+    assert in_order(residents, settle_tokens=0) == ["r1", "r0"]
 
 
 class Pool:
@@ -158,3 +279,96 @@ def test_of_two_that_could_be_spared_the_more_urgent_one_is() -> None:
         candidates, lacking_blocks=4, lacking_seats=0, freed=RecountedBlocks(pool, ()), table_of=pool.table_of
     )
     assert [victim.request_id for victim in chosen] == ["a", "big"]
+
+
+# Keepers: those who have given way already, hold no seat, and kept blocks
+
+
+def choose(
+    candidates: Sequence[Request], pool: Pool, *, blocks: int, seats: int = 0, keepers: Collection[str] = ()
+) -> list[str]:
+    chosen = choose_victims(
+        candidates,
+        lacking_blocks=blocks,
+        lacking_seats=seats,
+        freed=RecountedBlocks(pool, ()),
+        table_of=pool.table_of,
+        is_keeper=lambda request: request.request_id in keepers,
+    )
+    return [victim.request_id for victim in chosen]
+
+
+def table(*numbers: int) -> BlockTable:
+    return tuple(DeviceBlockId(number) for number in numbers)
+
+
+def named(*names: str, priority: int = 9) -> list[Request]:
+    return [make_request(name, priority, 9 - place, policy=PRIORITY) for place, name in enumerate(names)]
+
+
+def test_a_keeper_has_no_seat_to_give() -> None:
+    candidates = named("keeper", "resident")
+    pool = Pool({"keeper": table(0, 1, 2), "resident": table(3)})
+    assert choose(candidates, pool, blocks=0, seats=1, keepers=("keeper",)) == ["resident"]
+    assert choose(candidates[:1], pool, blocks=0, seats=1, keepers=("keeper",)) == []
+    assert choose(candidates, pool, blocks=2, seats=1, keepers=("keeper",)) == ["keeper", "resident"]
+
+
+def test_nothing_but_blocks_is_lacking_and_the_keeper_alone_gives_them() -> None:
+    pool = Pool({"keeper": table(0, 1), "resident": table(2, 3, 4)})
+    assert choose(named("keeper", "resident"), pool, blocks=2, keepers=("keeper",)) == ["keeper"]
+
+
+def test_a_keeper_gives_up_its_blocks_before_a_resident_of_its_class_is_touched() -> None:
+    # Goal: the resident alone would have been enough, but at most one of a class is left with a part of its KV.
+    pool = Pool({"keeper": table(0), "resident": table(1, 2, 3)})
+    assert choose(named("keeper", "resident"), pool, blocks=3, keepers=("keeper",)) == ["keeper", "resident"]
+
+
+def test_a_keeper_is_spared_when_only_a_more_urgent_class_has_to_be_touched() -> None:
+    keeper, resident = make_request("keeper", 9, 1, policy=PRIORITY), make_request("resident", 5, 0, policy=PRIORITY)
+    pool = Pool({"keeper": table(0), "resident": table(1, 2, 3)})
+    assert choose([keeper, resident], pool, blocks=3, keepers=("keeper",)) == ["resident"]
+
+
+def test_a_keeper_whose_blocks_others_hold_too_gives_nothing_in_vain() -> None:
+    pool = Pool({"keeper": table(0), "resident": table(1, 2), "other": table(0)})
+    assert choose(named("keeper", "resident"), pool, blocks=2, keepers=("keeper",)) == ["resident"]
+
+
+def test_seats_alone_take_as_many_residents_as_are_lacking() -> None:
+    pool = Pool({"a": table(0), "b": table(1), "c": table(2)})
+    assert choose(named("a", "b", "c"), pool, blocks=0, seats=2) == ["a", "b"]
+    assert choose(named("a", "b", "c"), pool, blocks=-3, seats=1) == ["a"]
+    assert choose(named("a", "b", "c"), pool, blocks=0, seats=4) == []
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_with_keepers_too_victims_suffice_and_only_keepers_go_beyond_what_is_needed(seed: int) -> None:
+    # Oracle: try to leave out any one of the chosen. Only a keeper of a class that loses a resident may be superfluous.
+    rng = random.Random(seed)
+    candidates = [make_request(f"v{n}", rng.choice([5, 9]), n, policy=PRIORITY) for n in range(rng.randint(1, 6))]
+    keepers = {victim.request_id for victim in candidates if rng.random() < 0.4}
+    candidates.sort(key=lambda v: (-v.rank[0], v.request_id not in keepers, -v.rank[1]))
+    pool = Pool({v.request_id: table(*sorted(rng.sample(range(9), rng.randint(1, 4)))) for v in candidates})
+    blocks, seats = rng.randint(0, 6), rng.randint(0, 2)
+    if not blocks and not seats:
+        seats = 1
+    chosen = choose(candidates, pool, blocks=blocks, seats=seats, keepers=keepers)
+
+    def suffices(names: Sequence[str]) -> bool:
+        freed = pool.num_freed_by([pool.tables[name] for name in names], ())
+        return freed >= blocks and sum(name not in keepers for name in names) >= seats
+
+    if not suffices([v.request_id for v in candidates]):
+        assert chosen == []
+        return
+    assert suffices(chosen)
+    group = {v.request_id: v.rank[0] for v in candidates}
+    touched = {group[name] for name in chosen if name not in keepers}
+    for name in chosen:
+        if suffices([other for other in chosen if other != name]):
+            assert name in keepers
+            assert group[name] in touched
+    if not blocks:
+        assert not set(chosen) & keepers

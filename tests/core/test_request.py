@@ -54,6 +54,9 @@ WAYS: dict[RequestState, tuple[str, ...]] = {
     S.FINISHED: ("finish",),
 }
 
+# Events that leave the state as it is: no move, so no row of the table allows or forbids them.
+STAYS = {("preempt", S.PREEMPTED)}  # more of what it had kept is taken
+
 
 def make_request(*, prompt_tokens: int = 6, max_new_tokens: int = 4) -> Request:
     spec = RequestSpec(RequestId("r"), tuple(range(prompt_tokens)), max_new_tokens)
@@ -72,8 +75,8 @@ def request_in(state: RequestState) -> Request:
 def test_every_pair_of_states_is_reached_by_an_event_or_refused(start: RequestState, end: RequestState) -> None:
     # Goal: the table is complete. A legal pair has an event that makes the move, any other pair has none.
     made = False
-    for event, leads_to in EVENTS.values():
-        if leads_to is not end:
+    for name, (event, leads_to) in EVENTS.items():
+        if leads_to is not end or (name, start) in STAYS:
             continue
         request = request_in(start)
         if end in LEGAL_MOVES[start]:
@@ -167,3 +170,100 @@ def test_an_admission_takes_the_known_context_and_the_next_token_but_never_a_slo
 def test_the_last_token_needs_no_block() -> None:
     assert blocks_to_finish(RequestSpec(RequestId("r"), (1,) * 8, 1), 4) == 2
     assert blocks_to_finish(RequestSpec(RequestId("r"), (1,) * 8, 2), 4) == 3
+
+
+# Tails: a request that has given way and kept its leading blocks
+
+
+def test_a_preemption_that_leaves_a_head_costs_only_what_lay_behind_it() -> None:
+    request = request_in(S.RUNNING)
+    request.compute(6)
+    request.append(9)
+    request.preempt(num_kept_tokens=4)
+    assert (request.state, request.num_computed_tokens, request.num_preemptions) == (S.PREEMPTED, 4, 1)
+    request.admit(num_hit_tokens=0, is_guest=False)
+    assert request.num_own_computed_tokens == 4  # it cannot be un-admitted for free
+    assert request.compute(3) == 2
+    assert request.num_recomputed_tokens == 2
+
+
+def test_giving_up_more_of_what_was_kept_is_no_second_preemption() -> None:
+    request = request_in(S.RUNNING)
+    request.compute(6)
+    for num_kept in (5, 4, 0):
+        request.preempt(num_kept_tokens=num_kept)
+        assert (request.state, request.num_computed_tokens, request.num_preemptions) == (S.PREEMPTED, num_kept, 1)
+
+
+def test_a_preemption_never_makes_a_request_count_more_than_it_computed() -> None:
+    # Goal: its last kept block is only partly filled.
+    request = request_in(S.RUNNING)
+    request.compute(5)
+    request.preempt(num_kept_tokens=8)
+    assert request.num_computed_tokens == 5
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_what_was_kept_may_be_swapped_out_later_and_that_is_no_second_preemption(is_swapped: bool) -> None:
+    request = request_in(S.RUNNING)
+    request.compute(6)
+    if is_swapped:
+        request.begin_swap_out()
+        request.finish_swap_out()
+    else:
+        request.preempt(num_kept_tokens=4)
+    request.begin_swap_out()
+    assert (request.state, request.num_preemptions) == (S.SWAPPING_OUT, 1)
+
+
+def test_hits_behind_what_was_kept_count_as_found_and_not_as_computed() -> None:
+    request = make_request(prompt_tokens=16)
+    request.admit(num_hit_tokens=0, is_guest=False)
+    request.compute(16)
+    request.append(1)
+    request.preempt(num_kept_tokens=4)
+    request.admit(num_hit_tokens=8, is_guest=False)
+    assert (request.num_computed_tokens, request.num_hit_tokens, request.num_own_computed_tokens) == (12, 8, 4)
+
+
+# What its own class may cost a request
+
+
+def test_only_tokens_that_were_dropped_for_its_own_class_count_as_paid() -> None:
+    request = request_in(S.RUNNING)
+    request.compute(6)
+    request.preempt(num_kept_tokens=4, is_for_its_class=True)
+    assert request.num_lost_in_class == 2
+    request.admit(num_hit_tokens=0, is_guest=False)
+    request.compute(2)
+    request.preempt()  # for a more urgent class
+    assert request.num_lost_in_class == 2
+
+
+def test_a_request_has_paid_once_its_class_cost_it_its_own_length_and_then_asks_for_all_it_can_ever_need() -> None:
+    request = make_request(prompt_tokens=6, max_new_tokens=8)
+    request.admit(num_hit_tokens=0, is_guest=False)
+    request.compute(5)
+    request.preempt(is_for_its_class=True)
+    assert not request.has_paid
+    assert request.slots_needed == 7  # known and the next
+    request.admit(num_hit_tokens=0, is_guest=False)
+    request.compute(1)
+    request.preempt(is_for_its_class=True)
+    assert request.has_paid
+    assert request.slots_needed == 13  # the last token is never stored
+
+
+def test_a_resumed_request_settles_until_it_has_emitted_enough() -> None:
+    request = request_in(S.RUNNING)
+    assert not request.is_settling(2)  # it was never resumed
+    request.compute(6)
+    request.append(1)
+    request.preempt()
+    request.admit(num_hit_tokens=0, is_guest=False)
+    assert request.is_settling(2)
+    request.append(2)
+    assert request.is_settling(2)
+    request.append(3)
+    assert not request.is_settling(2)
+    assert not request.is_settling(0)

@@ -178,7 +178,7 @@ class KVCache:
         self.device.release(table[num_kept:], now_s=self.now_s)
 
     def _leave(self, request_id: RequestId, num_kept: int) -> BlockTable:
-        """End a residency, or shrink what was kept; returns the table as it was: its tail is the caller's to release."""
+        """End a residency, or shrink what was kept; returns the table as it was, its tail to be released."""
         table = self.tables.pop(request_id, None)
         if table is None:
             table = self.kept.pop(request_id)

@@ -315,9 +315,11 @@ class Scheduler:
             table = state.kv.tables[request.request_id]
             if request.state is RequestState.RUNNING and (request.request_id in touched or not dirty.isdisjoint(table)):
                 events.append(self._transitions.drop_resident(request, now_s))
+        events += self._transitions.drop_kept(dirty, now_s)
         for request_id in (*plan.dropped, *(move.request_id for move in plan.moves)):
-            self._transitions.drop_parked(request_id)  # its place on the host may be overwritten already
-            events.append(ParkedMoved(request_id, now_s, 0, None))
+            if request_id in state.kv.parked:  # its place on the host may be overwritten already
+                self._transitions.drop_parked(request_id)
+                events.append(ParkedMoved(request_id, now_s, 0, None))
         return events
 
     def _clear_suspects(self, plan: StepPlan) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from giveway.core.events import Admitted, CopyEnded, Finished, ParkedMoved, Preempted, StepEvent
-from giveway.core.ids import CopyId, RequestId
+from giveway.core.ids import CopyId, DeviceBlockId, RequestId
 from giveway.core.kv_cache import BlockCopy, CopyDirection, Tier, TierMove
 from giveway.core.plan import Admission, Preemption, PreemptionMode, StepOutcome, StepPlan, SwapIn
 from giveway.core.request import FinishReason, Request, RequestState
@@ -72,6 +72,24 @@ class Transitions:
         request.preempt()
         state.newcomers.add(request)
         return Preempted(request.request_id, now_s, None, PreemptionMode.RECOMPUTE, num_blocks)
+
+    def drop_kept(self, dirty: set[DeviceBlockId], now_s: float) -> list[StepEvent]:
+        """Let those who kept a block of unknown content lose it and everything behind it."""
+        state = self._state
+        events: list[StepEvent] = []
+        for request_id, kept in list(state.kv.kept.items()):
+            place = next((place for place, block in enumerate(kept) if block in dirty), None)
+            if place is None:
+                continue
+            state.kv.give_up(request_id, place)
+            state.kv.drop_parked(request_id)
+            state.requests[request_id].preempt(num_kept_tokens=place * self._block_size)
+            events.append(
+                Preempted(
+                    request_id, now_s, None, PreemptionMode.RECOMPUTE, len(kept) - place, num_kept=place, is_again=True
+                )
+            )
+        return events
 
     # Parked KV
 
