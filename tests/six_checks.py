@@ -101,6 +101,7 @@ class SixChecks:
             pool = kv.pool_of(tier)
             parked = {block for parked in kv.parked.values() if parked.tier is tier for block in parked.blocks}
             parked |= {block for copy in kv.copies.values() if copy.tier is tier for block in copy.parked_blocks}
+            parked |= {block for held in kv._arriving.values() if held.tier is tier for block in held.blocks}
             assert pool.num_free + len(parked) == pool.size, f"blocks of the {tier.value} are lost"
         self._check_sharing()
 
@@ -177,7 +178,7 @@ class _Afterwards:
         state = scheduler.state
         self._size = state.cache_config.block_size
         self._requests = state.requests
-        self._computing = set(plan.request_ids())
+        self._prefilling = {chunk.request_id for chunk in plan.chunks}
         gone = {preemption.victim for preemption in plan.preemptions}
         self._tables = {name: table for name, table in state.kv.tables.items() if name not in gone}
         self._tables.update((growth.request_id, growth.table) for growth in plan.growths)
@@ -194,9 +195,8 @@ class _Afterwards:
         if state.config.overlapped_copies:
             live += plan.copies_out
         self._pinned = {block for copy in live for block in copy.device_blocks}
-        self._copied_out = set(state.swapping_out)
-        if state.config.overlapped_copies:
-            self._copied_out |= {copy.request_id for copy in plan.copies_out}
+        # Who gives something in this very plan, or has a copy under way, keeps the rest for one step at least.
+        self._changing = {*state.swapping_out, *plan.dropped, *(move.request_id for move in plan.moves), *gone}
         self._pool = state.kv.device.size
         self._seats = state.config.max_num_seqs
         self._promised = [
@@ -206,8 +206,8 @@ class _Afterwards:
         ]
 
     def served_below(self, request: Request) -> bool:
-        """Whether strictly less urgent work computes."""
-        return any(self._requests[name].rank[0] > request.rank[0] for name in self._computing)
+        """Whether a strictly less urgent prefill computes."""
+        return any(self._requests[name].rank[0] > request.rank[0] for name in self._prefilling)
 
     def would_fit(self, request: Request) -> bool:
         """Whether the request would fit if all strictly less urgent residents that can go let go of everything.
@@ -228,7 +228,7 @@ class _Afterwards:
         held = {block for table in staying.values() for block in table} | self._pinned
         for name, table in self._kept.items():  # kept by better-ranked ones, or by those whose copy is still under way
             other = self._requests[name]
-            if other.rank < request.rank or name in self._copied_out:
+            if other.rank < request.rank or name in self._changing:
                 held.update(table)
         ahead = [other for other in self._promised if other.rank < request.rank and other.state not in _MOVING]
         reserved = sum(self._need(other, staying) for other in ahead)

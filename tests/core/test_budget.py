@@ -115,3 +115,10 @@ def test_time_is_turned_into_tokens(token_s: float, context_s: float, start: int
 
 def test_a_profile_without_a_price_sets_no_limit() -> None:
     assert tokens_within(replace(SHIPPED, token_s=0.0, context_s=0.0), 5, 1.0) is None
+
+
+@pytest.mark.parametrize("context_s", [1e-12, 1e-18, 1e-20, 1e-22, 1e-30])
+def test_a_price_for_context_that_is_next_to_nothing_changes_next_to_nothing(context_s: float) -> None:
+    # Fails from 1e-20 on: the root and the linear part cancel. With 2 * seconds / (root + linear) they would not.
+    costs = replace(SHIPPED, token_s=7e-4, context_s=context_s)
+    assert tokens_within(costs, 10, 0.2) == tokens_within(replace(costs, context_s=0.0), 10, 0.2) == 285

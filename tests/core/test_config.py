@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from giveway.core.config import CacheConfig, SchedulerConfig, blocks_for, clamp_class
+from giveway.core.config import (
+    CacheConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    VictimOrder,
+    blocks_for,
+    clamp_class,
+)
 from giveway.core.errors import ConfigError
 
 
@@ -21,6 +28,10 @@ from giveway.core.errors import ConfigError
         ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "some seats would get no token"),
         ({"copy_timeout_s": 0.0}, "copy_timeout_s is 0"),
         ({"copy_timeout_s": float("nan")}, "copy_timeout_s is nan"),
+        ({"priority_aging_s": 0.0}, "priority_aging_s is 0.0; it must be above 0 seconds"),
+        ({"priority_aging_s": float("nan")}, "priority_aging_s is nan"),
+        ({"target_step_s": -1.0}, "target_step_s is -1.0"),
+        ({"target_step_s": float("inf")}, "target_step_s is inf"),
     ],
 )
 def test_a_scheduler_setting_out_of_range_is_refused(wrong: dict[str, Any], message: str) -> None:
@@ -33,7 +44,10 @@ def test_a_scheduler_setting_out_of_range_is_refused(wrong: dict[str, Any], mess
     [
         ({"num_device_blocks": 0}, "Raise --kv-cache-memory-bytes or --num-kv-blocks"),
         ({"num_device_blocks": 1, "num_host_blocks": -1}, "num_host_blocks is -1"),
+        ({"num_device_blocks": 1, "num_disk_blocks": -1}, "num_disk_blocks is -1; 0 turns this tier off"),
         ({"num_device_blocks": 1, "block_size": 0}, "block_size is 0"),
+        ({"num_device_blocks": 1, "cache_lead_s": -1.0}, "cache_lead_s is -1.0"),
+        ({"num_device_blocks": 1, "cache_lead_s": float("nan")}, "cache_lead_s is nan"),
     ],
 )
 def test_a_pool_size_out_of_range_is_refused(wrong: dict[str, Any], message: str) -> None:
@@ -59,3 +73,26 @@ def test_a_clients_integer_is_brought_into_the_range_of_classes(given: int, stan
 
 def test_blocks_are_counted_up() -> None:
     assert [blocks_for(slots, 4) for slots in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+
+
+def test_without_further_words_prefixes_are_shared_tails_are_given_up_and_there_is_no_disk() -> None:
+    cache, scheduler = CacheConfig(8), SchedulerConfig()
+    assert cache.enable_prefix_caching
+    assert (cache.num_host_blocks, cache.num_disk_blocks) == (0, 0)
+    assert scheduler.allow_tails
+    assert (scheduler.priority_aging_s, scheduler.target_step_s) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "chosen"),
+    [
+        (SchedulingPolicy.PRIORITY, None, VictimOrder.CHEAPEST),
+        (SchedulingPolicy.FCFS, None, VictimOrder.NEWEST),
+        (SchedulingPolicy.FCFS, VictimOrder.LEAST_WORK, VictimOrder.LEAST_WORK),
+        (SchedulingPolicy.PRIORITY, VictimOrder.NEWEST, VictimOrder.NEWEST),
+    ],
+)
+def test_the_victim_order_follows_the_policy_unless_it_is_chosen(
+    policy: SchedulingPolicy, given: VictimOrder | None, chosen: VictimOrder
+) -> None:
+    assert SchedulerConfig(policy=policy, victim_order=given).chosen_victim_order is chosen

@@ -152,8 +152,8 @@ def test_the_rest_follows_the_part_that_is_parked_already(
 
 @pytest.mark.parametrize("bound_to", Tier)
 def test_where_the_tier_that_the_rest_is_bound_to_is_full_everything_is_recomputed(bound_to: Tier) -> None:
-    room = {"host_room": 0} if bound_to is Tier.HOST else {"disk_room": 0}
-    cost = choose(replace(WHOLE, bound_to=bound_to, **room), SWAP)
+    bound = replace(WHOLE, bound_to=bound_to)
+    cost = choose(replace(bound, host_room=0) if bound_to is Tier.HOST else replace(bound, disk_room=0), SWAP)
     assert cost == PreemptionCost(M.RECOMPUTE, None, 12.0, None, None)
 
 

@@ -272,6 +272,7 @@ def test_what_comes_back_takes_its_place_behind_what_was_kept_and_found() -> Non
     kv.publish(B, 2)
     copy_out(kv, 0, A, table(1, 2), host(0, 1), num_kept=1)
     kv.end_copy(CopyId(0), keep=True)
+    kv.hold_hits(table(5))
     kv.begin_copy_in(BlockCopy(CopyId(1), A, IN, table(3), host(1)), hits=table(5), new=table(3, 4))
     assert kv.tables[A] == table(0, 5, 3, 4)
     assert kv.host.num_owned == 1  # host block 0 was not needed
@@ -286,6 +287,7 @@ def shared_tail(kv: KVCache) -> None:
     learn(kv, A, [1, 2, 3])
     kv.admit(A, hits=(), new=table(0, 1))
     kv.publish(A, 2)
+    kv.hold_hits(table(0))
     kv.admit(B, hits=table(0), new=table(2))
     copy_out(kv, 0, A, table(0, 1), host(0, 1))
     copy_out(kv, 1, B, table(2), host(2), parked=host(0, 2))

@@ -105,6 +105,7 @@ def test_a_hit_on_a_victim_of_the_same_plan_keeps_the_block_alive() -> None:
 
 def test_a_shared_block_is_freed_when_its_last_owner_goes() -> None:
     kv = cache_with_prefix(owner_stays=True)
+    kv.hold_hits(table(0, 1))
     kv.admit(B, hits=table(0, 1), new=table(3))
     draft = KVDraft(kv)
     first, second = table(0, 1, 2), table(0, 1, 3)
@@ -137,6 +138,7 @@ def test_blocks_under_a_copy_are_promised_and_not_available() -> None:
 def test_a_block_that_two_copies_read_is_promised_once() -> None:
     # Goal: victims that share a prefix promise it together; not counting it would cost a further victim every step.
     kv = cache_with_prefix(owner_stays=True)
+    kv.hold_hits(table(0, 1))
     kv.admit(B, hits=table(0, 1), new=table(3))
     during_plan = KVDraft(kv)
     during_plan.promise(table(0, 1, 2))
@@ -151,6 +153,7 @@ def test_a_block_that_two_copies_read_is_promised_once() -> None:
 def test_a_block_under_a_copy_cannot_be_taken_when_its_other_owner_drops_it() -> None:
     # Goal: the copy still reads it; what the dropped owner frees is promised, not available.
     kv = cache_with_prefix(owner_stays=True)
+    kv.hold_hits(table(0, 1))
     kv.admit(B, hits=table(0, 1), new=table(3))
     draft = KVDraft(kv)
     draft.promise(table(0, 1, 2))

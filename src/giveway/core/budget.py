@@ -5,7 +5,7 @@ A less urgent prefill is also held to a time: an urgent request that arrives whi
 
 from __future__ import annotations
 
-from math import isqrt
+from math import sqrt
 
 from giveway.core.cost_profile import CostProfile, ForwardWork
 
@@ -43,11 +43,7 @@ def tokens_within(profile: CostProfile, start: int, seconds: float) -> int | Non
     None: the profile sets no price. Solves token_s * n + context_s * (n * start + n * (n + 1) / 2) <= seconds.
     """
     linear = profile.token_s + profile.context_s * (start + 0.5)
-    square = profile.context_s / 2
     if linear <= 0:
         return None
-    if square <= 0:
-        return int(seconds / linear)
-    # In units of a billionth, so that the root is taken of a whole number and is the same everywhere.
-    inside = linear * linear + 4 * square * seconds
-    return int((isqrt(int(inside * 1e36)) / 1e18 - linear) / (2 * square))
+    # The root in the form that loses no digits when the context costs next to nothing.
+    return int(2 * seconds / (linear + sqrt(linear * linear + 2 * profile.context_s * seconds)))

@@ -34,6 +34,7 @@ class _Gift:
     table: BlockTable  # as it was before the plan
     num_filled: int  # leading blocks of it that hold KV
     is_resident: bool
+    is_for_its_class: bool = False
     num_kept: int = 0
     giving: Giving = _NOTHING
     wanted: PreemptionChoice = PreemptionChoice.AUTO
@@ -67,11 +68,7 @@ class Displacement:
 
     def is_changing(self, request_id: RequestId) -> bool:
         """Whether this plan takes something from a request or moves its KV: it is not served in the same step."""
-        return (
-            request_id in self._gifts
-            or request_id in self.dropped
-            or any(move.request_id == request_id for move in self.moves)
-        )
+        return request_id in self._gifts or self._is_moved_on(request_id)
 
     def kept_by(self, request_id: RequestId) -> BlockTable:
         """Return the leading blocks that a request which has given way still has."""
@@ -147,16 +144,20 @@ class Displacement:
                 self.kept_by(name)
                 and keeper is not request
                 and name not in self.placed
-                and not self._is_copied_out(keeper)
+                and not self._is_moving(keeper)
                 and may_take_kept(request, keeper, self._config.policy)
             ):
                 yield keeper
 
-    def _is_copied_out(self, keeper: Request) -> bool:
-        """Whether a tail of one that gave way is on its way out: until it has arrived nothing more is asked of it."""
+    def _is_moving(self, keeper: Request) -> bool:
+        """Whether parked KV of one that gave way is on its way: until it has arrived nothing more is asked of it."""
         gift = self._gifts.get(keeper.request_id)
         is_begun = gift is not None and gift.cost.mode is PreemptionMode.SWAP and self._config.overlapped_copies
-        return is_begun or keeper.state is RequestState.SWAPPING_OUT
+        return is_begun or keeper.state is RequestState.SWAPPING_OUT or self._is_moved_on(keeper.request_id)
+
+    def _is_moved_on(self, request_id: RequestId) -> bool:
+        """Whether this plan takes its place on the host from parked KV."""
+        return request_id in self.dropped or any(move.request_id == request_id for move in self.moves)
 
     def _in_order(self, request: Request, lacking_blocks: int) -> list[Request]:
         return in_victim_order(
@@ -282,6 +283,8 @@ class Displacement:
         gift.whole = None
         if num_kept > num_shared:
             gift.whole = self._cost_of(self._facts(victim, table, num_shared, beneficiary), wanted)
+        if beneficiary is not None and beneficiary.rank[0] == victim.rank[0]:
+            gift.is_for_its_class = True
         self._release(gift, table)
         if not self._is_keeper(victim):
             self.gone.add(victim.request_id)
@@ -396,12 +399,11 @@ class Displacement:
             for name, parked in kv.parked.items()
             if parked.tier is Tier.HOST and name not in self.placed and name not in self._gifts
         ]
-        gone = {*self.dropped, *(move.request_id for move in self.moves)}
         for request in sorted((self._state.requests[name] for name in names), key=lambda r: r.rank, reverse=True):
             if request.rank <= victim.rank:
                 return
             blocks = cast("tuple[HostBlockId, ...]", kv.parked[request.request_id].blocks)
-            if request.request_id in gone or any(kv.host.references(block) > 1 for block in blocks):
+            if self._is_moved_on(request.request_id) or any(kv.host.references(block) > 1 for block in blocks):
                 continue
             yield request
 
@@ -451,6 +453,7 @@ class Displacement:
                 parked=cast("ParkedTable", tuple(gift.parked)),
                 whole=gift.whole,
                 is_resident=gift.is_resident,
+                is_for_its_class=gift.is_for_its_class,
             )
             for gift in self._gifts.values()
         )

@@ -151,18 +151,22 @@ class KVCache:
     def admit(
         self, request_id: RequestId, *, hits: BlockTable, new: BlockTable, priority: int = 0, num_published: int = 0
     ) -> None:
-        """Give a request its table: what it kept, shared prefix blocks, then blocks of its own. Parked KV is let go.
+        """Give a request its table: what it kept, prefix hits, then blocks of its own. Parked KV is let go.
 
-        priority: its class, for the eviction order. num_published: leading blocks that are full already.
+        hits: held for it already, see `hold_hits`. priority: its class, for the eviction order. num_published: leading
+        blocks that are full already.
         """
         if request_id in self.tables:
             raise InvariantError(f"{request_id} already has a block table")
         kept = self.kept.pop(request_id, ())
         self.drop_parked(request_id)
-        self.device.share(hits, priority=priority)
         self._take(new, priority)
         self.tables[request_id] = kept + hits + new
         self._num_published[request_id] = num_published
+
+    def hold_hits(self, hits: BlockTable, priority: int = 0) -> None:
+        """Hold prefix blocks for a request that is about to be admitted, before anybody lets go of them."""
+        self.device.share(hits, priority=priority)
 
     def grow(self, request_id: RequestId, table: BlockTable, priority: int = 0) -> None:
         """Replace a table by a longer one that starts with it."""
@@ -279,6 +283,16 @@ class KVCache:
             else:
                 self.pool_of(parked.tier).release(parked.blocks)
         return copy
+
+    def lose_copy(self, copy_id: CopyId) -> None:
+        """Nobody counts on a copy any more. What it may still read or write stays pinned, and nothing else."""
+        self.lost.add(copy_id)
+        arriving = self._arriving.get(copy_id)
+        if arriving is not None:
+            written = self.copies[copy_id].parked_blocks
+            self._arriving[copy_id] = Parked(arriving.tier, written)
+            still = set(written)
+            self.pool_of(arriving.tier).release([block for block in arriving.blocks if block not in still])
 
     def sharing_parked(self, copy: BlockCopy) -> list[RequestId]:
         """Return the requests, other than its own, whose parked KV includes blocks that a copy out writes."""

@@ -87,11 +87,14 @@ class KVDraft:
         """Add a reference to prefix blocks."""
         for block in blocks:
             if not self.references(block):
-                self.num_available -= 1
-                if block in self._released:
-                    del self._released[block]
+                if block in self._under_copy:  # it was to come back later, and now does not
+                    self.num_promised -= 1
                 else:
-                    self._revived.add(block)
+                    self.num_available -= 1
+                    if block in self._released:
+                        del self._released[block]
+                    else:
+                        self._revived.add(block)
             self._change[block] = self._change.get(block, 0) + 1
 
     def release(self, table: BlockTable) -> None:

@@ -98,6 +98,7 @@ class Preemption:
     parked: ParkedTable = ()  # with a swap: where the blocks behind them will be, in order
     whole: PreemptionCost | None = None  # what giving up everything would have cost; None: it does
     is_resident: bool = True  # it had a seat
+    is_for_its_class: bool = False  # among those who profit is one of its own class
 
     @property
     def mode(self) -> PreemptionMode:

@@ -198,7 +198,7 @@ class _Walk:
         """
         kept = self.room.kept_by(request.request_id)
         hits = self._find_hits(request, kept)
-        num_new = blocks_for(request.slots_needed, self.block_size) - len(kept) - len(hits)
+        num_new = max(blocks_for(request.slots_needed, self.block_size) - len(kept) - len(hits), 0)
         lacking_blocks = num_new + self.draft.num_unreferenced(hits) - self.draft.num_available
         lacking_seats = 1 - self.room.seats_left
         if request.has_paid and self.has_deferred_newcomer:  # it would be a guest whom nobody of its class may displace
@@ -235,7 +235,7 @@ class _Walk:
         computed = request.num_computed_tokens
         if hits:
             computed = max(computed, (len(kept) + len(hits)) * self.block_size)
-        fork = self._find_fork(request, computed, new)
+        fork = self._find_fork(request, computed, len(kept) + len(hits), new)
         if fork is not None:
             computed = min(len(request.spec.prompt_token_ids), request.num_known_tokens - 1)
         self.admissions.append(Admission(request.request_id, hits, new, self.has_deferred_newcomer, computed, fork))
@@ -247,11 +247,17 @@ class _Walk:
             return DeferralReason.NO_DEVICE_BLOCKS
         if self.room.has_candidates(request):
             # Nobody is displaced for a request that would compute nothing in this step.
-            has_use = self.tokens_left > 0 or request.state is RequestState.SWAPPED
+            has_use = request.state is RequestState.SWAPPED or self._has_tokens_for(request)
             return None if has_use else DeferralReason.NO_TOKENS
         if lacking_seats > 0:
             return DeferralReason.NO_SEAT
         return None if self.draft.num_promised else DeferralReason.NO_DEVICE_BLOCKS
+
+    def _has_tokens_for(self, request: Request) -> bool:
+        if not self.has_prefill:
+            return self.tokens_left > 0
+        in_time = self._tokens_in_time(request, request.num_computed_tokens)
+        return self.tokens_left > 0 and (in_time is None or in_time > 0)
 
     # Shared prefixes
 
@@ -269,6 +275,8 @@ class _Walk:
             num_prompt = self._num_prompt_blocks(request, branch.num_computed_tokens)
             if num_prompt > len(found):
                 found = self.kv.tables[branch.request_id][:num_prompt]
+        if request.spec.sampling.prompt_logprobs is not None:  # what it has not scored yet it must compute
+            found = found[: request.num_computed_tokens // self.block_size]
         return found[len(kept) :]
 
     def _other_branches(self, request: Request) -> Iterator[Request]:
@@ -296,11 +304,14 @@ class _Walk:
         seated = any(other.spec.branch_of == request.spec.branch_of for other, _ in self.seated)
         return seated or any(True for _ in self._other_branches(request))
 
-    def _find_fork(self, request: Request, num_computed: int, new: BlockTable) -> BlockFork | None:
-        """Find the partly filled block at the end of the prompt in another branch, if copying it saves computing."""
+    def _find_fork(self, request: Request, num_computed: int, num_had: int, new: BlockTable) -> BlockFork | None:
+        """Find the partly filled block at the end of the prompt in another branch, if copying it saves computing.
+
+        num_had: blocks of the request's table ahead of the new ones.
+        """
         known = min(len(request.spec.prompt_token_ids), request.num_known_tokens - 1)
         place = known // self.block_size
-        if known <= num_computed or num_computed != place * self.block_size or request.spec.branch_of is None:
+        if known <= num_computed or num_computed != place * self.block_size or num_had != place:
             return None
         if request.spec.sampling.prompt_logprobs is not None:
             return None

@@ -16,9 +16,9 @@ def rank_of(priority: int, arrival_number: int, policy: SchedulingPolicy) -> Ran
     return (priority if policy is SchedulingPolicy.PRIORITY else MOST_URGENT_CLASS, arrival_number)
 
 
-def aged_class(priority: int, waited_s: float, aging_s: float) -> int:
-    """Return the class of a request that arrived `waited_s` ago: one lower for every `aging_s`, down to the first."""
-    return max(priority - int(waited_s / aging_s), min(priority, MOST_URGENT_CLASS))
+def aged_class(priority: int, num_spans: int) -> int:
+    """Return the class of a request that has waited for so many aging spans: one lower for each, down to the first."""
+    return max(priority - num_spans, min(priority, MOST_URGENT_CLASS))
 
 
 def may_displace(request: Request, victim: Request, policy: SchedulingPolicy) -> bool:

@@ -99,6 +99,7 @@ class Request:
 
     __slots__ = (
         "finish_reason",
+        "has_paid",
         "is_guest",
         "max_computed_tokens",
         "num_admissions",
@@ -131,6 +132,9 @@ class Request:
         self.num_prompt_logprobs = 0  # prompt positions already reported
         self.num_preemptions = 0  # un-admissions are not counted: nothing was taken
         self.num_lost_in_class = 0  # computed tokens that were dropped for others of its own class
+        # Its class has cost it its own length once: from now on it gives way to other classes only. It is admitted with
+        # all the blocks that it can ever need, so it never waits for one itself.
+        self.has_paid = False
         self.num_output_at_resume: int | None = None  # output tokens when it was resumed last; None: it never was
         self.num_admissions = 0
         self.is_guest = False  # admitted behind a deferred newcomer, which may displace it within its class
@@ -145,14 +149,6 @@ class Request:
     def num_own_computed_tokens(self) -> int:
         """Tokens that this residency computed itself: zero means it can be un-admitted for free."""
         return self.num_computed_tokens - self.num_hit_tokens
-
-    @property
-    def has_paid(self) -> bool:
-        """Whether its class has cost it its own length already: from now on it gives way to other classes only.
-
-        Such a request is admitted with all the blocks that it can ever need, so it never waits for one itself.
-        """
-        return self.num_lost_in_class >= self.num_known_tokens
 
     @property
     def slots_needed(self) -> int:
@@ -200,6 +196,7 @@ class Request:
             self._move(_PREEMPTED)
         if is_for_its_class:
             self.num_lost_in_class += max(self.num_computed_tokens - num_kept_tokens, 0)
+            self.has_paid = self.has_paid or self.num_lost_in_class >= self.num_known_tokens
         self._lose_kv(num_kept_tokens)
 
     def begin_swap_out(self) -> None:

@@ -113,9 +113,8 @@ class Scheduler:
         state.last_arrival_s[request.rank[0]] = now_s
         if spec.branch_of is not None:
             state.branches.setdefault(spec.branch_of, []).append(request)
-        aging_s = state.config.priority_aging_s
-        if aging_s is not None and request.rank[0] > MOST_URGENT_CLASS:
-            heappush(state.next_aging, (spec.arrival_s + aging_s, spec.request_id))
+        if request.rank[0] > MOST_URGENT_CLASS:
+            self._age_later(request, 1)
         return Accepted(spec.request_id, now_s)
 
     def _age(self, now_s: float) -> None:
@@ -125,19 +124,24 @@ class Scheduler:
             return
         has_changed = False
         while state.next_aging and state.next_aging[0][0] <= now_s:
-            due_s, request_id = heappop(state.next_aging)
+            due_s, num_spans, request_id = heappop(state.next_aging)
             request = state.requests.get(request_id)
-            if request is None or request.spec.arrival_s + aging_s > due_s:
+            if request is None or request.spec.arrival_s + num_spans * aging_s != due_s:
                 continue  # it has ended, and another may bear its name
-            group = aged_class(request.spec.priority, now_s - request.spec.arrival_s, aging_s)
+            group = aged_class(request.spec.priority, num_spans)
+            has_changed = has_changed or group != request.rank[0]
             request.rank = (group, request.rank[1])
-            has_changed = True
             if group > MOST_URGENT_CLASS:
-                passed = request.spec.priority - group
-                heappush(state.next_aging, (request.spec.arrival_s + (passed + 1) * aging_s, request_id))
+                self._age_later(request, num_spans + 1)
         if has_changed:
             state.residents.resort()
             state.newcomers.resort()
+
+    def _age_later(self, request: Request, num_spans: int) -> None:
+        aging_s = self._state.config.priority_aging_s
+        if aging_s is not None:
+            due_s = request.spec.arrival_s + num_spans * aging_s
+            heappush(self._state.next_aging, (due_s, num_spans, request.request_id))
 
     # Plan
 
@@ -172,6 +176,11 @@ class Scheduler:
         state.now_s = state.kv.now_s = now_s
         self._use_copy_ids(plan)
         events: list[StepEvent] = []
+        seated = [(admission.request_id, admission.hits) for admission in plan.admissions]
+        seated += [(swap_in.copy.request_id, swap_in.hits) for swap_in in plan.swap_ins]
+        for request_id, hits in seated:  # before their owners give way
+            if hits:
+                state.kv.hold_hits(hits, state.requests[request_id].rank[0])
         apply_preemptions(transitions, plan, outcome, events)
         transitions.end_copies(plan.copies_out, outcome, events)
         events += [transitions.admit(admission, now_s) for admission in plan.admissions]

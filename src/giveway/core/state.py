@@ -87,7 +87,8 @@ class SchedulerState:
         self.forced: dict[RequestId, PreemptionChoice] = {}  # told to give way in the next step
         self.branches: dict[RequestId, list[Request]] = {}  # unfinished branches of one prompt, by the id of the first
         self.last_arrival_s: dict[int, float] = {}  # of each class
-        self.next_aging: list[tuple[float, RequestId]] = []  # heap: when the class of a request counts as one lower
+        # Heap: when a request has waited for so many spans more that its class counts as one lower.
+        self.next_aging: list[tuple[float, int, RequestId]] = []
         self.num_disk_failures = 0  # writes that failed in a row
         self.now_s = 0.0
         self.suspects: list[SuspectGroup] = []  # the first one is being tried

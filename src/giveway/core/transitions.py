@@ -57,10 +57,8 @@ class Transitions:
             return
         if preemption.mode is PreemptionMode.RECOMPUTE:
             kv.drop_parked(request.request_id)
-        beneficiary = self._state.requests.get(preemption.beneficiary) if preemption.beneficiary else None
         request.preempt(
-            num_kept_tokens=preemption.num_kept * self._block_size,
-            is_for_its_class=beneficiary is not None and beneficiary.rank[0] == request.rank[0],
+            num_kept_tokens=preemption.num_kept * self._block_size, is_for_its_class=preemption.is_for_its_class
         )
 
     def drop_resident(self, request: Request, now_s: float) -> Preempted:
@@ -224,7 +222,7 @@ class Transitions:
         for copy_id, started_s in list(state.copy_started_s.items()):
             if now_s - started_s > state.config.copy_timeout_s:
                 del state.copy_started_s[copy_id]
-                state.kv.lost.add(copy_id)
+                state.kv.lose_copy(copy_id)
                 copy = state.kv.copies[copy_id]
                 request = self._stop_awaiting(copy)
                 if request is not None:
