@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -385,3 +387,29 @@ def test_a_copy_inside_the_device_pool_out_of_bounds_is_refused_before_anything_
         storage.copy_within(within((3, 4), wrong))
     assert content(storage, 4) == {5.0}
     assert content(storage, storage.blank_block) == {0.0}
+
+
+def test_a_long_run_is_cut_into_pieces_for_two_threads() -> None:
+    # Goal: 1 MiB a piece, and a larger block is a piece of its own.
+    pairs = [(block, block + 5) for block in range(7)]
+    third = (1 << 20) // 3
+    assert list(kv_storage._pieces(pairs, third)) == [(0, 5, 3), (3, 8, 3), (6, 11, 1)]
+    assert list(kv_storage._pieces(pairs[:2], 2 << 20)) == [(0, 5, 1), (1, 6, 1)]
+    assert list(kv_storage._pieces([], third)) == []
+
+
+def test_a_large_copy_does_not_wait_for_a_second_thread_that_has_not_begun() -> None:
+    # Goal: on busy cores the second thread may come late; here it comes only after the copy has returned.
+    shape = BlockShape(num_layers=4, block_size=16, num_kv_heads=4, head_size=16)
+    storage = KVStorage(
+        shape, num_device_blocks=200, num_host_blocks=200, dtype=torch.float32, device=torch.device("cpu")
+    )
+    device, host = storage.pools()
+    device.fill_(2.0)
+    may_begin = threading.Event()
+    storage._second_thread = ThreadPoolExecutor(1)
+    storage._second_thread.submit(may_begin.wait)
+    storage.copy_out(out(*((block, block) for block in range(200))))
+    assert bool((host == 2.0).all())
+    may_begin.set()
+    storage.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ _REMEDIES = {
 
 # From this size on a second thread earns more than its hand-over costs (some tens of microseconds).
 _LARGE_COPY_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20  # what one of two threads takes at a time; some 60 microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class KVStorage:
         # Takes back what CUDA was told of the host pool, in time also if nobody calls close(); None: nothing to do.
         self._unregister: Callable[[], object] | None = None
         self._touch: BackgroundTouch | None = None  # None: somebody else touches the pools
+        self._rows: tuple[_ByteRows, _ByteRows] | None = None  # both pools; None: only PyTorch can copy between them
         dimensions, host_dimensions = ((n, *shape.dimensions) for n in (num_device_blocks + 1, num_host_blocks))
         if device == main_memory:
             device_zeros = _map_zeros("device", device_bytes)
@@ -93,6 +96,8 @@ class KVStorage:
         host_zeros = _map_zeros("host", num_host_blocks * self.block_bytes)
         self._host = _view_as(host_zeros, host_dimensions, dtype)
         if device == main_memory:
+            device_rows, host_rows = (zeros.array.reshape(-1, self.block_bytes) for zeros in (device_zeros, host_zeros))
+            self._rows = device_rows, host_rows
             self._touch = BackgroundTouch([device_zeros, host_zeros])
             weakref.finalize(self, self._touch.stop)  # a storage that nobody closed, and the end of the process
         elif num_host_blocks and device.type == "cuda":
@@ -163,6 +168,7 @@ class KVStorage:
         if self._second_thread is not None:
             self._second_thread.shutdown()
         self.num_device_blocks = self.num_host_blocks = 0
+        self._rows = None
         self._device, self._host = (torch.empty(0, dtype=pool.dtype) for pool in (self._device, self._host))
 
     def wait_until_touched(self) -> None:
@@ -193,22 +199,28 @@ class KVStorage:
 
     def copy_out(self, pairs: Sequence[tuple[DeviceBlockId, HostBlockId]]) -> None:
         """Copy whole blocks device -> host; returns when they are there."""
-        self._copy(list(pairs), self._device, self._host, (self.num_device_blocks, self.num_host_blocks))
+        _check_pairs(pairs, self.num_device_blocks, self.num_host_blocks)
+        if self._rows is None:
+            self._copy_by_torch(pairs, self._device, self._host)
+        else:
+            self._copy_on_cpu(pairs, self._rows[0], self._rows[1])
 
     def copy_in(self, pairs: Sequence[tuple[HostBlockId, DeviceBlockId]]) -> None:
         """Copy whole blocks host -> device; returns when they are there."""
-        self._copy(list(pairs), self._host, self._device, (self.num_host_blocks, self.num_device_blocks))
+        _check_pairs(pairs, self.num_host_blocks, self.num_device_blocks)
+        if self._rows is None:
+            self._copy_by_torch(pairs, self._host, self._device)
+        else:
+            self._copy_on_cpu(pairs, self._rows[1], self._rows[0])
 
     def copy_within(self, pairs: Sequence[tuple[DeviceBlockId, DeviceBlockId]]) -> None:
         """Copy whole blocks device -> device, one pair after another: a target may be the source of a later pair."""
-        limits = (self.num_device_blocks, self.num_device_blocks)
-        _check_pairs(pairs, limits)
+        _check_pairs(pairs, self.num_device_blocks, self.num_device_blocks)
+        if self._rows is not None:
+            for source, target in pairs:
+                np.copyto(self._rows[0][target], self._rows[0][source])
+            return
         with _copying(len(pairs)):
-            if self._device.is_cpu:
-                rows = _byte_rows(self._device)
-                for source, target in pairs:
-                    np.copyto(rows[target], rows[source])
-                return
             for source, target in pairs:
                 self._device[target].copy_(self._device[source], non_blocking=True)
             self._wait_for_device()
@@ -244,14 +256,8 @@ class KVStorage:
             raise DeviceFaultError(f"KV block {block} of the {pool.value} pool: that pool has {_range_of(limit)}")
         return blocks[block].view(-1).view(torch.uint8)
 
-    def _copy(self, pairs: Sequence[tuple[int, int]], source: Tensor, target: Tensor, limits: tuple[int, int]) -> None:
-        _check_pairs(pairs, limits)
+    def _copy_by_torch(self, pairs: Sequence[tuple[int, int]], source: Tensor, target: Tensor) -> None:
         with _copying(len(pairs)):
-            if not pairs:
-                return
-            if self._device.is_cpu:
-                self._copy_on_cpu(pairs, _byte_rows(source), _byte_rows(target))
-                return
             for first_source, first_target, length in joined_runs(pairs):
                 piece = source[first_source : first_source + length]
                 target[first_target : first_target + length].copy_(piece, non_blocking=self.host_is_pinned)
@@ -265,25 +271,29 @@ class KVStorage:
         """Copy in this thread, and a large amount in a second one too; numpy lets go of the interpreter meanwhile.
 
         Not by `copy_`, which splits even one block among PyTorch's threads and waits for the slowest at every block: on
-        busy cores that was a quarter of the speed.
+        busy cores that was a quarter of the speed. Each thread takes the next piece when it is done with one. Two equal
+        halves would be as slow as the thread that the system lets run last.
         """
-        if len(pairs) * source.shape[1] < _LARGE_COPY_BYTES:
-            _copy_rows(pairs, source, target)
+        pieces = deque(_pieces(pairs, self.block_bytes))
+        if len(pairs) * self.block_bytes < _LARGE_COPY_BYTES:
+            _copy_pieces(pieces, source, target)
             return
         if self._second_thread is None:
             self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="giveway-copy")
-        middle = len(pairs) // 2
-        other = self._second_thread.submit(_copy_rows, pairs[middle:], source, target)
+        other = self._second_thread.submit(_copy_pieces, pieces, source, target)
         try:
-            _copy_rows(pairs[:middle], source, target)
+            _copy_pieces(pieces, source, target)
         finally:
-            other.result()
+            pieces.clear()  # also when this thread was interrupted
+            if not other.cancel():  # it may not even have begun
+                other.result()
 
 
-def _check_pairs(pairs: Sequence[tuple[int, int]], limits: tuple[int, int]) -> None:
+def _check_pairs(pairs: Sequence[tuple[int, int]], num_sources: int, num_targets: int) -> None:
     """Raise DeviceFaultError unless both sides of every pair exist."""
-    for block, limit in ((pair[side], limits[side]) for pair in pairs for side in (0, 1)):
-        if not 0 <= block < limit:
+    for source, target in pairs:
+        if not (0 <= source < num_sources and 0 <= target < num_targets):
+            block, limit = (target, num_targets) if 0 <= source < num_sources else (source, num_sources)
             raise DeviceFaultError(f"copy of KV block {block}: that pool has {_range_of(limit)}; nothing was copied")
 
 
@@ -301,18 +311,26 @@ def _copying(num_blocks: int) -> Iterator[None]:
 
 
 _ByteRows = np.ndarray[Any, np.dtype[np.uint8]]  # [blocks, bytes of a block]
+_Piece = tuple[int, int, int]  # first source, first target, number of blocks
 
 
-def _byte_rows(pool: Tensor) -> _ByteRows:
-    return pool.view(len(pool), -1).view(torch.uint8).numpy()
+def _pieces(pairs: Sequence[tuple[int, int]], block_bytes: int) -> Iterator[_Piece]:
+    """Yield joined runs, cut so that two threads can share a long one."""
+    most = max(_PIECE_BYTES // block_bytes, 1)
+    for source, target, length in joined_runs(pairs):
+        for start in range(0, length, most):
+            yield source + start, target + start, min(most, length - start)
 
 
-def _copy_rows(pairs: Sequence[tuple[int, int]], source: _ByteRows, target: _ByteRows) -> None:
-    for first_source, first_target, length in joined_runs(pairs):
-        np.copyto(target[first_target : first_target + length], source[first_source : first_source + length])
+def _copy_pieces(pieces: deque[_Piece], source: _ByteRows, target: _ByteRows) -> None:
+    """Copy until no piece is left; another thread may take of the same ones."""
+    with suppress(IndexError):
+        while True:
+            first_source, first_target, length = pieces.popleft()
+            np.copyto(target[first_target : first_target + length], source[first_source : first_source + length])
 
 
-def joined_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def joined_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[_Piece]:
     """Join pairs that follow each other on both sides: (first source, first target, number of blocks) for each run."""
     position = 0
     while position < len(pairs):
