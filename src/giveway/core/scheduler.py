@@ -41,8 +41,15 @@ from giveway.core.state import SchedulerState
 class Scheduler:
     """Owns all scheduling state."""
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, costs: CostProfile = SHIPPED) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        costs: CostProfile = SHIPPED,
+        planner: Callable[[SchedulerState], StepPlan] = plan_step,
+    ) -> None:
         self._state = SchedulerState(config, cache_config, costs)
+        self._planner = planner
         self._num_arrivals = 0
         self._plan_is_open = False
 
@@ -125,7 +132,7 @@ class Scheduler:
         """
         if self._plan_is_open:
             raise InvariantError("plan was called twice without commit or discard")
-        plan = plan_step(self._state)
+        plan = self._planner(self._state)
         if plan.given_up and not self._state.kv.lost:
             raise InvariantError(f"nobody can go on, yet no block is lost: {plan.describe()}")
         self._plan_is_open = True
