@@ -79,13 +79,15 @@ def bench_overhead(
     not do the same.
     """
     rows = []
+    about = {}
     if options.device != "dry":
         model = load_model(options)
+        about = {"model": model.backend.description}
         rows.append(_row(model.name, Lab.on_backend(model.backend, model_load), num_rounds))
         model.backend.close()
     rows.append(_row("dry run", Lab.on_backend(DryBackend(), scheduler_load), 3 * num_rounds))
     rows.append(_row("no model", Lab(InstantExecutor(), scheduler_load), 10 * num_rounds))
-    settings = {
+    settings = about | {
         "load of the model": model_load.describe(),
         "load of the others": scheduler_load.describe(),
         "classes": ", ".join(str(number) for number in CLASSES),
