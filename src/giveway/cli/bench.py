@@ -90,7 +90,7 @@ def overhead(options: EngineOptions, quick: bool, json_file: str | None) -> None
     """What priorities cost while nothing is lacking: the same work with them and in plain arrival order."""
     from giveway.bench.overhead import bench_overhead
 
-    _show(bench_overhead(options, num_rounds=3 if quick else 11), json_file)
+    _show(bench_overhead(options, num_rounds=2 if quick else 11), json_file)
 
 
 @command.command("memory")
