@@ -10,7 +10,7 @@ import pytest
 
 from giveway.bench import overhead
 from giveway.bench.instant_executor import InstantExecutor
-from giveway.bench.overhead import CLASSES, Lab, Load, bench_overhead
+from giveway.bench.overhead import CLASSES, Lab, Load, bench_overhead, is_within_spread
 from giveway.cli.__main__ import main
 from giveway.core.config import SchedulingPolicy
 from giveway.core.errors import InvariantError
@@ -54,7 +54,14 @@ def test_every_row_has_both_speeds_and_says_whether_they_differ_more_than_they_s
     assert [row["backend"] for row in rows] == ["tiny", "dry run", "no model"]
     for row in rows:
         assert min(row["off_tok_s"], row["on_tok_s"], row["off_us"], row["on_us"]) > 0
-        assert row["within_spread"] == ("yes" if abs(row["difference_pct"]) <= row["spread_pct"] else "no")
+        is_known = row["backend"] == "no model"  # ten times as many rounds
+        assert (row["within_spread"] in ("yes", "no")) is is_known
+
+
+def test_a_difference_is_judged_by_its_spread_and_only_after_enough_rounds() -> None:
+    assert is_within_spread(-1.5, 2.0, 7) == "yes"
+    assert is_within_spread(-2.5, 2.0, 7) == "no"
+    assert is_within_spread(22.0, 4.0, 2) == "unknown below 7 rounds"
 
 
 def test_the_command_writes_what_it_prints(
