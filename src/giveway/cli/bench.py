@@ -83,6 +83,27 @@ def swap(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     _show(bench_swap(device, num_rounds=4 if quick else 20), json_file)
 
 
+@command.command("overhead")
+@_takes_report_options
+@takes_engine_options(only=("model", "device", "dtype", "num_threads"))
+def overhead(options: EngineOptions, quick: bool, json_file: str | None) -> None:
+    """What priorities cost while nothing is lacking: the same work with them and in plain arrival order."""
+    from giveway.bench.overhead import bench_overhead
+
+    _show(bench_overhead(options, num_rounds=2 if quick else 11), json_file)
+
+
+@command.command("memory")
+@_takes_report_options
+@takes_engine_options(only=())
+def memory(options: EngineOptions, quick: bool, json_file: str | None) -> None:  # noqa: ARG001
+    """How much of the KV pool holds KV: blocks against one contiguous reservation per request."""
+    from giveway.bench.memory import bench_memory
+
+    report = bench_memory(num_workloads=2 if quick else 5, num_requests=300 if quick else 1000)
+    _show(report, json_file)
+
+
 def _show(report: Report, json_file: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
