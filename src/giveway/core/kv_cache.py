@@ -240,9 +240,9 @@ class KVCache:
             raise InvariantError(f"{copy.request_id}: the copy out does not read the request's own blocks")
         self.device.release([block for block in table[num_kept:] if block not in read], now_s=self.now_s)
         pool = self.pool_of(copy.tier)
-        pool.take(copy.parked_blocks)
-        written = set(copy.parked_blocks)
-        pool.share([block for block in parked if block not in written])
+        held = [block for block in parked if pool.references(block)]  # by another victim of the plan, begun earlier
+        pool.take([block for block in parked if not pool.references(block)])
+        pool.share(held)
         before = self.parked.pop(copy.request_id, None)  # a tail that was given up earlier
         if before is not None:
             if before.tier is not copy.tier:
