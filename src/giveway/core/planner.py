@@ -201,8 +201,6 @@ class _Walk:
         num_new = max(blocks_for(request.slots_needed, self.block_size) - len(kept) - len(hits), 0)
         lacking_blocks = num_new + self.draft.num_unreferenced(hits) - self.draft.num_available
         lacking_seats = 1 - self.room.seats_left
-        if request.has_paid and self.has_deferred_newcomer:  # it would be a guest whom nobody of its class may displace
-            return DeferralReason.NO_DEVICE_BLOCKS, max(lacking_blocks, 0)
         if lacking_blocks > 0 or lacking_seats > 0:
             reason = self._why_hopeless(request, lacking_blocks, lacking_seats)
             if reason is not None:
@@ -224,13 +222,14 @@ class _Walk:
         """Take the blocks of a newcomer; parked KV that is not to be found on the device any more is copied back."""
         self.draft.share(hits)
         new = self.draft.take(num_new)
+        is_guest = self.has_deferred_newcomer and not request.has_paid  # its class has no more claim on that one
         parked = self.kv.parked.get(request.request_id)
         if parked is not None and len(hits) < len(parked.blocks):
             blocks = parked.blocks[len(hits) :]
             copy = BlockCopy(
                 next(self.copy_ids), request.request_id, CopyDirection.IN, new[: len(blocks)], blocks, parked.tier
             )
-            self.swap_ins.append(SwapIn(copy, hits, new, self.has_deferred_newcomer))
+            self.swap_ins.append(SwapIn(copy, hits, new, is_guest))
             return
         computed = request.num_computed_tokens
         if hits:
@@ -238,7 +237,7 @@ class _Walk:
         fork = self._find_fork(request, computed, len(kept) + len(hits), new)
         if fork is not None:
             computed = min(len(request.spec.prompt_token_ids), request.num_known_tokens - 1)
-        self.admissions.append(Admission(request.request_id, hits, new, self.has_deferred_newcomer, computed, fork))
+        self.admissions.append(Admission(request.request_id, hits, new, is_guest, computed, fork))
         self._give_prefill(request, computed, kept + hits + new)
 
     def _why_hopeless(self, request: Request, lacking_blocks: int, lacking_seats: int) -> DeferralReason | None:
