@@ -43,7 +43,7 @@ def command(options: EngineOptions, trace_file: Path, request: str | None, as_js
         return
     for totals in trace.totals():
         if totals.request.request_id == request:
-            own = [span for span in spans if totals.covers(span)]
+            own = [span for span in spans if span.number == totals.request.number]
             click.echo(describe(totals, own, origin_s=trace.origin_s))
 
 

@@ -35,6 +35,7 @@ class Unserved:
     """Steps in a row in which a request was not served, for one reason."""
 
     request_id: RequestId
+    number: int  # arrival number: the name may be used again
     reason: UnservedReason
     first_step: int
     last_step: int
@@ -70,11 +71,6 @@ class RequestTotals:
     preemptions: Counter[PreemptionMode] = field(default_factory=Counter)  # as in the result's statistics
     end: TracedEnd | None = None  # None: unfinished where the trace ends
     end_s: float | None = None
-
-    def covers(self, span: Unserved) -> bool:
-        """Whether a span is of this request, and not of another that bore its name before or after."""
-        is_before_end = self.end_s is None or span.start_s <= self.end_s
-        return span.request_id == self.request.request_id and self.request.arrival_s <= span.start_s and is_before_end
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -186,6 +182,7 @@ def _span(step: TracedStep, standing: Standing, cause: Cause) -> Unserved:
         preemption, preempted_in = standing.preemption, standing.preempted_in
     return Unserved(
         request_id=standing.request.request_id,
+        number=standing.request.number,
         reason=cause.reason,
         first_step=step.step_id or 0,
         last_step=step.step_id or 0,
@@ -202,7 +199,8 @@ def _span(step: TracedStep, standing: Standing, cause: Cause) -> Unserved:
 
 
 def _is_same(span: Unserved, later: Unserved) -> bool:
-    return (span.reason, span.beneficiary, span.victims, span.preempted_in) == (
+    return (span.number, span.reason, span.beneficiary, span.victims, span.preempted_in) == (
+        later.number,
         later.reason,
         later.beneficiary,
         later.victims,

@@ -133,10 +133,10 @@ class TraceWriter:
             return None
         end_s = max(state.now_s, events[-1].time_s if events else 0.0)
         line = {"step": plan.step_id, "start_s": self._start_s, "end_s": end_s}
+        has_failed = len(rare) == len(events) and _has_failed(plan, rare)
+        if has_failed:
+            line["failed"] = True
         if rare:
-            has_failed = len(rare) == len(events) and _has_failed(plan, rare)
-            if has_failed:
-                line["failed"] = True
             self._add_events(line, rare, plan, has_failed=has_failed)
         self._add_plan(line, plan)
         device = state.kv.device
