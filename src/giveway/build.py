@@ -22,6 +22,7 @@ from giveway.core.config import (
 from giveway.core.cost_profile import SHIPPED, CostProfile
 from giveway.core.errors import ConfigError, InvalidRequestError
 from giveway.core.ids import TokenId
+from giveway.core.planner import plan_step
 from giveway.core.scheduler import Scheduler
 from giveway.core.tokenizing import Tokenizing
 from giveway.engine.clock import Clock, MonotonicClock
@@ -34,6 +35,7 @@ from giveway.runtime.copies import SynchronousCopies
 from giveway.runtime.model_executor import ModelExecutor
 
 if TYPE_CHECKING:
+    from giveway.engine.trace import TraceWriter
     from giveway.runtime.disk_tier import DiskTier
     from giveway.runtime.tokenizer.chat_template import ChatTemplate, ChatTokenizing
 
@@ -121,7 +123,9 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         defaults=Defaults(model.defaults.temperature, model.defaults.top_p, options.default_priority),
         seed=options.seed,
     )
-    scheduler = Scheduler(scheduler_config, cache, costs)
+    trace = None if options.trace is None else _open_trace(Path(options.trace), scheduler_config, cache)
+    planner = plan_step if trace is None else trace.watch(plan_step)
+    scheduler = Scheduler(scheduler_config, cache, costs, planner=planner)
     engine = Engine(
         scheduler,
         ModelExecutor(model.backend, clock.now, SynchronousCopies(model.backend, _disk_tier(options, cache, model))),
@@ -129,9 +133,16 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         intake,
         clock,
         block_bytes=cache.block_size * model.backend.kv_bytes_per_token,
-        at_close=lambda: _keep_profile(kept, key, scheduler),
+        listeners=() if trace is None else (trace,),
+        at_close=lambda: _at_close(kept, key, scheduler, trace),
     )
     return BuiltEngine(engine, model, scheduler_config, cache)
+
+
+def _open_trace(path: Path, scheduler_config: SchedulerConfig, cache: CacheConfig) -> TraceWriter:
+    from giveway.engine.trace import TraceWriter
+
+    return TraceWriter(path, scheduler_config, cache)
 
 
 def _scheduler_config(options: EngineOptions, model: Model, cache: CacheConfig, *, refines: bool) -> SchedulerConfig:
@@ -168,7 +179,9 @@ def _disk_tier(options: EngineOptions, cache: CacheConfig, model: Model) -> Disk
 _STEPS_TO_KEEP = 50
 
 
-def _keep_profile(kept: ProfileCache, key: str, scheduler: Scheduler) -> None:
+def _at_close(kept: ProfileCache, key: str, scheduler: Scheduler, trace: TraceWriter | None) -> None:
+    if trace is not None:
+        trace.close()
     if scheduler.state.next_step_id >= _STEPS_TO_KEEP:
         kept.save(key, scheduler.state.costs)
 

@@ -131,6 +131,9 @@ class EngineOptions:
         60.0, "Seconds by which shareable KV of a class outlives that of the next less urgent one."
     )
     seed: int | None = _option(None, "Makes the seeds of unseeded requests repeatable. Default: drawn at random.")
+    trace: str | None = _option(
+        None, "File for a trace of every decision, for `giveway explain`; an older trace is replaced. Default: none."
+    )
     check_invariants: bool = _option(False, "Check the whole scheduler state after every step. Slow; for debugging.")
 
     def __post_init__(self) -> None:

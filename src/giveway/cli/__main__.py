@@ -25,6 +25,8 @@ COMMANDS = {
     "generate": ("giveway.cli.generate", "Stream the answer to one prompt."),
     "chat": ("giveway.cli.chat", "Talk with a model."),
     "run": ("giveway.cli.run", "Answer a file of requests; can be stopped and resumed."),
+    "explain": ("giveway.cli.explain", "Say why a request waited, from a file that --trace wrote."),
+    "trace": ("giveway.cli.trace", "Draw such a file for ui.perfetto.dev."),
     "info": ("giveway.cli.info", "Show a model's geometry, and what fits into memory."),
     "bench": ("giveway.cli.bench", "Measure what this engine costs and gives."),
 }
