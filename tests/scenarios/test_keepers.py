@@ -1,0 +1,48 @@
+"""Whoever gave up a tail keeps leading blocks: they are taken later, lost, or found right."""
+
+from __future__ import annotations
+
+import pytest
+
+from giveway.core.config import PreemptionChoice
+from giveway.core.kv_cache import BlockCopy
+from giveway.core.request import RequestState
+from giveway.runtime.dry.scripted_copies import CopyFate
+from tests.world import World, victims
+
+
+@pytest.mark.parametrize("mode", [PreemptionChoice.RECOMPUTE, PreemptionChoice.SWAP])
+def test_a_failed_step_that_wrote_into_what_a_keeper_gave_up_leaves_it_nothing_wrong(mode: PreemptionChoice) -> None:
+    # Goal: "old" grows into the block that "young" had kept, and that very step fails. The step is taken back, so the
+    # keeper still lists the block, but its content is gone: it must not be read any more.
+    world = World(device_blocks=5, host_blocks=5, tails=True, mode=mode)
+    world.make_resident("old", prompt_tokens=7, max_tokens=12, blocks=2)
+    world.make_resident("young", prompt_tokens=11, max_tokens=4, blocks=3)
+    while not any(victims(plan) == ["young"] for plan in world.plans):
+        world.step()
+    assert len(world.scheduler.state.kv.kept[world.request("young").request_id]) == 2
+    while victims(world.plan()) != ["young"]:
+        world.step()
+    world.backend.fails_next = True
+    world.step()
+    world.run_until_idle()
+    assert len(world.tokens[world.finished("young").request_id]) == 4
+
+
+def test_a_lost_copy_of_a_keeper_pins_only_what_it_reads_and_writes() -> None:
+    # Goal: the first tail is safe on the host when the copy of the second one is lost. The request computes both
+    # again, so nobody needs the first any more, and the lost copy never touches it: its place is free.
+    fates = [CopyFate(), CopyFate(is_lost=True)]
+
+    def fate_of(_: BlockCopy) -> CopyFate:
+        return fates.pop(0)
+
+    world = World(device_blocks=4, host_blocks=4, tails=True, copies=fate_of, copy_timeout_s=5.0)
+    world.make_resident("low", priority=9, prompt_tokens=15, max_tokens=2)
+    world.submit("first", priority=0, prompt_tokens=3, max_tokens=1)
+    world.steps(2)
+    assert world.state_of("low") is RequestState.SWAPPED
+    assert world.num_host_blocks_owned == 1
+    world.submit("second", priority=0, prompt_tokens=7, max_tokens=1)
+    world.run_until_idle()
+    assert world.num_host_blocks_owned == 1
