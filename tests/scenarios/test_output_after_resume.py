@@ -162,3 +162,17 @@ def test_an_empty_prompt_is_refused_and_the_others_sent_with_it_are_served() -> 
     assert world.is_finished("before")
     assert world.is_finished("after")
     assert all(chunk.num_tokens > 0 for plan in world.plans for chunk in plan.chunks)
+
+
+def test_scored_prompt_positions_are_not_skipped_because_somebody_else_computed_them_meanwhile() -> None:
+    # Goal: swapped out in the middle of its prefill; when it is back, more of its prompt is to be found than it had
+    # computed. It takes back what it had, and computes the rest itself: KV that is found scores nothing.
+    world = World(device_blocks=12, host_blocks=12, budget=6, seats=1, prefix_caching=True)
+    prompt = tuple(range(100, 111))
+    world.submit("scored", prompt=prompt, max_tokens=2, sampling=SamplingParams(temperature=0.0, prompt_logprobs=1))
+    world.submit("plain", prompt=prompt, max_tokens=4)
+    world.step()
+    world.give_way("scored", PreemptionChoice.SWAP)
+    world.run_until_idle()
+    values = [value for event in world.events_of("scored", PromptLogprobs) for value in event.values]
+    assert [value.token_id for value in values] == list(prompt[1:])
