@@ -42,7 +42,7 @@ from tests.engine.traced_world import TracedWorld, Truth
 from tests.faulty_disk import FaultyDisk
 from tests.properties import test_state_machine as machine
 
-SEEDS = range(10, 50)
+SEEDS = range(60)
 COPYING = (RequestState.SWAPPING_OUT, RequestState.SWAPPING_IN)
 
 

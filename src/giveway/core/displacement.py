@@ -153,7 +153,7 @@ class Displacement:
         """Whether parked KV of one that gave way is on its way: until it has arrived nothing more is asked of it."""
         gift = self._gifts.get(keeper.request_id)
         is_begun = gift is not None and gift.cost.mode is PreemptionMode.SWAP and self._config.overlapped_copies
-        return is_begun or keeper.state is RequestState.SWAPPING_OUT or self._is_moved_on(keeper.request_id)
+        return is_begun or keeper.state is RequestState.SWAPPING_OUT
 
     def _is_moved_on(self, request_id: RequestId) -> bool:
         """Whether this plan takes its place on the host from parked KV."""
@@ -351,7 +351,8 @@ class Displacement:
         """Collect what the choice for one victim depends on."""
         content = table[num_kept : self._num_filled(victim, table)]
         computed, gift = victim.num_computed_tokens, self._gifts.get(victim.request_id)
-        if gift is not None and gift.cost.mode is PreemptionMode.RECOMPUTE:
+        has_lost = gift is not None and gift.cost.mode is PreemptionMode.RECOMPUTE
+        if has_lost or victim.request_id in self.dropped:
             computed = min(computed, len(table) * self._block_size)
         tiers = self._tiers_of(victim, gift, content)
         bound_to = next(iter(tiers)) if len(tiers) == 1 else None
@@ -375,9 +376,11 @@ class Displacement:
 
     def _tiers_of(self, victim: Request, gift: _Gift | None, content: BlockTable) -> set[Tier]:
         """Return the tiers on which a part of a victim's KV is parked, or will be by this plan."""
-        parked = self._kv.parked.get(victim.request_id)
+        parked, name = self._kv.parked.get(victim.request_id), victim.request_id
         tiers = {tier for tier in Tier for block in content if self._is_copied(tier, block)} if self._copied else set()
-        if parked is not None:
+        if any(move.request_id == name for move in self.moves):
+            tiers.add(Tier.DISK)
+        elif parked is not None and name not in self.dropped:
             tiers.add(parked.tier)
         if gift is not None and gift.cost.mode is PreemptionMode.SWAP and gift.cost.tier is not None:
             tiers.add(gift.cost.tier)

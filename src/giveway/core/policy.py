@@ -21,6 +21,16 @@ def aged_class(priority: int, num_spans: int) -> int:
     return max(priority - num_spans, min(priority, MOST_URGENT_CLASS))
 
 
+def num_aging_spans(arrival_s: float, now_s: float, aging_s: float) -> int:
+    """Return how many aging spans a request has waited in full: the largest n with arrival_s + n * aging_s <= now_s."""
+    spans = max(int((now_s - arrival_s) / aging_s), 0)
+    while arrival_s + (spans + 1) * aging_s <= now_s:  # the division may have rounded the other way
+        spans += 1
+    while spans and arrival_s + spans * aging_s > now_s:
+        spans -= 1
+    return spans
+
+
 def may_displace(request: Request, victim: Request, policy: SchedulingPolicy) -> bool:
     """Whether `request` may take blocks or the seat of `victim`, a resident.
 

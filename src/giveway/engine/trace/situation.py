@@ -9,7 +9,7 @@ from giveway.core.errors import ConfigError
 from giveway.core.ids import RequestId
 from giveway.core.kv_cache import CopyDirection, Tier
 from giveway.core.plan import Preemption, PreemptionMode
-from giveway.core.policy import aged_class, rank_of
+from giveway.core.policy import aged_class, num_aging_spans, rank_of
 from giveway.core.request import NEWCOMER_STATES, Rank, RequestState
 from giveway.engine.trace.content import TracedCopy, TracedRequest, TracedStep
 
@@ -45,7 +45,7 @@ class Situation:
         request, aging_s = standing.request, self._config.priority_aging_s
         priority = request.priority
         if aging_s is not None and self._config.policy is SchedulingPolicy.PRIORITY:
-            priority = aged_class(priority, now_s - request.arrival_s, aging_s)
+            priority = aged_class(priority, num_aging_spans(request.arrival_s, now_s, aging_s))
         return rank_of(priority, request.number, self._config.policy)
 
     def begin(self, step: TracedStep) -> None:

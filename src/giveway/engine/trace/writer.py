@@ -66,6 +66,7 @@ class TraceWriter:
         self._planned_costs: CostProfile | None = None
         self._suspects: tuple[RequestId, ...] = ()
         self._copying: frozenset[RequestId] = frozenset()  # waited for a copy when the plan was made
+        self._begun: set[RequestId] = set()  # of the events of this step, preempted or admitted so far
         self._is_planned = False  # and not yet heard of again
         self._running: frozenset[RequestId] | None = None  # residents, if the step before was broken off
         # As they were written last
@@ -198,7 +199,10 @@ class TraceWriter:
         self, line: dict[str, Any], events: Iterable[StepEvent], plan: StepPlan | None, *, has_failed: bool
     ) -> None:
         told: dict[str, list[Any]] = {}
+        self._begun = set()
         for event in events:
+            if isinstance(event, Preempted | Admitted):
+                self._begun.add(event.request_id)
             entry = self._entry(event, plan, has_failed=has_failed)
             if entry is not None:
                 told.setdefault(entry[0], []).append(entry[1])
@@ -216,7 +220,7 @@ class TraceWriter:
         if isinstance(event, ParkedMoved):
             return "moved", [name, None if event.tier is None else event.tier.value]
         if isinstance(event, Preempted):
-            return self._set_back(name, plan, has_failed=has_failed)
+            return self._set_back(event, plan, has_failed=has_failed)
         if isinstance(event, Finished):
             if name in self._unseen:
                 self._unseen.discard(name)
@@ -242,18 +246,24 @@ class TraceWriter:
         return "accepted", facts if spec.branch_of is None else {**facts, "branch_of": spec.branch_of}
 
     def _is_copied(self, name: RequestId, plan: StepPlan | None) -> bool:
-        """Whether a request was waiting for a copy while the plan was carried out, not only before."""
+        """Whether a request was waiting for a copy while the plan was carried out, not only before.
+
+        A copy that the plan itself begins is told of after the preemption or admission that it belongs to.
+        """
         if name in self._copying or plan is None:
             return plan is not None
+        if name not in self._begun:
+            return False
         copies = [*plan.copies_out, *(swap_in.copy for swap_in in plan.swap_ins)]
         return any(copy.request_id == name for copy in copies)
 
-    def _set_back(self, name: RequestId, plan: StepPlan | None, *, has_failed: bool) -> tuple[str, Any] | None:
+    def _set_back(self, event: Preempted, plan: StepPlan | None, *, has_failed: bool) -> tuple[str, Any] | None:
         """Tell of KV that was lost with a step; a preemption that was planned is none of these."""
+        name = event.request_id
         if not has_failed:
             is_planned = plan is not None and any(preemption.victim == name for preemption in plan.preemptions)
             return None if is_planned else ("set_back_before", name)
-        is_of_this_step = self._running is None or name in self._running
+        is_of_this_step = self._running is None or name in self._running or event.is_again
         return ("set_back" if is_of_this_step else "set_back_before"), name
 
     # The file
