@@ -183,9 +183,11 @@ class _Afterwards:
         self._tables = {name: table for name, table in state.kv.tables.items() if name not in gone}
         self._tables.update((growth.request_id, growth.table) for growth in plan.growths)
         self._kept = {name: table for name, table in state.kv.kept.items() if name not in gone}
+        self._given = set[DeviceBlockId]()  # what is left of it is for those who are visited first in the next step
         for preemption in plan.preemptions:
             before = {**state.kv.tables, **state.kv.kept}[preemption.victim]
             self._kept[preemption.victim] = before[: preemption.num_kept]
+            self._given |= set(before[preemption.num_kept :])
         for name, hits, new in (
             *((admission.request_id, admission.hits, admission.new) for admission in plan.admissions),
             *((swap_in.copy.request_id, swap_in.hits, swap_in.new) for swap_in in plan.swap_ins),
@@ -225,7 +227,7 @@ class _Afterwards:
         below |= {name for name, table in self._kept.items() if table and self._requests[name].rank > request.rank}
         if not below:
             return False
-        held = {block for table in staying.values() for block in table} | self._pinned
+        held = {block for table in staying.values() for block in table} | self._pinned | self._given
         for name, table in self._kept.items():  # kept by better-ranked ones, or by those whose copy is still under way
             other = self._requests[name]
             if other.rank < request.rank or name in self._changing:
