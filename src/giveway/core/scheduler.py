@@ -197,7 +197,7 @@ class Scheduler:
             for lost in plan.given_up
         ]
         self._clear_suspects(plan)
-        if state.config.refine_costs:
+        if state.config.refine_costs and _teaches(plan):
             self._refine_costs(plan, outcome)
         self._next_step()
         return events
@@ -343,3 +343,13 @@ class Scheduler:
                 del targets[request_id]
         if not targets or (plan.is_empty and not state.kv.has_live_copies):
             state.suspects = state.suspects[1:]
+
+
+# Steady decodes are all alike: one step in so many teaches as much as all of them.
+_STEADY_STEPS_A_LESSON = 8
+
+
+def _teaches(plan: StepPlan) -> bool:
+    """Whether the time of a step is worth learning from: prefills and copies always, steady decodes now and then."""
+    is_steady = not (plan.chunks or plan.copies_out or plan.swap_ins or plan.moves)
+    return not is_steady or plan.step_id % _STEADY_STEPS_A_LESSON == 0

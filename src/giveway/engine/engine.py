@@ -64,6 +64,7 @@ class Engine:
         self._numbers = count()
         self._in_step = threading.Lock()
         self._is_closed = False
+        self._has_warned_of_disk = False
 
     # Any thread
 
@@ -217,6 +218,7 @@ class Engine:
             self._untold += self.scheduler.abandon(plan, self.clock.now())
             raise
         self._untold += self.scheduler.commit(plan, replace(outcome, stops=stops))
+        self._warn_of_disk()
 
     def _review(self, outcome: StepOutcome) -> dict[RequestId, StopDecision]:
         """Detokenize what was sampled, so that a stop string ends its request in this very step."""
@@ -232,6 +234,17 @@ class Engine:
         aborts = [Abort(request_id) for request_id in self.scheduler.requests]
         self._untold += self.scheduler.accept(aborts, self.clock.now())
         self._report(None)
+
+    def _warn_of_disk(self) -> None:
+        """Say once that swapping to disk has stopped, and why it is no error."""
+        state = self.scheduler.state
+        if not self._has_warned_of_disk and state.num_disk_failures >= state.config.max_disk_failures:
+            self._has_warned_of_disk = True
+            logger.warning(
+                "%d writes to the swap file failed in a row: it is left alone from now on, and KV that finds no room "
+                "on the host is computed again",
+                state.num_disk_failures,
+            )
 
     def _report(self, plan: StepPlan | None) -> list[RequestUpdate]:
         events, self._untold = self._untold, []
