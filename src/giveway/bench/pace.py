@@ -31,7 +31,7 @@ URGENT, BACKGROUND = 0, 20  # classes
 _BLOCK_SIZE = 16
 _SPARE_BLOCKS = 32  # for one urgent request, so that nobody gives way: the wait for a step alone is measured
 _NO_TARGET_MS = 1e9
-_GAP_SHARE = 0.2  # the longest gap between two urgent requests, in units of the background prefill
+_GAP_SHARE = 0.15  # the longest gap between two urgent requests, in units of the background prefill
 _SMALLEST_VOCABULARY = 256  # prompts use ids that the dry run, the tiny and every real model have
 
 
