@@ -104,6 +104,40 @@ def memory(options: EngineOptions, quick: bool, json_file: str | None) -> None: 
     _show(report, json_file)
 
 
+@command.command("tax")
+@_takes_report_options
+@takes_engine_options(only=("model", "device", "dtype", "num_threads", "cost_profile"))
+def tax(options: EngineOptions, quick: bool, json_file: str | None) -> None:
+    """Work done again when requests need ten times the KV pool: recomputing and swapping, dry and real."""
+    from giveway.bench.tax import FULL, POOL_SHARES, QUARTER, QUICK_SHARES, SCALED, SCALED_QUICK, bench_tax
+
+    storm, scaled = (QUARTER, SCALED_QUICK) if quick else (FULL, SCALED)
+    shares = QUICK_SHARES if quick else POOL_SHARES
+    _show(bench_tax(options, storm=storm, scaled=scaled, shares=shares), json_file)
+
+
+@command.command("crossover")
+@_takes_report_options
+@takes_engine_options(only=("model", "device", "dtype", "num_threads", "swap_dir"))
+def crossover(options: EngineOptions, quick: bool, json_file: str | None) -> None:
+    """Recompute or swap, by context length: what each costs here and on other hardware, and what auto does."""
+    from giveway.bench.crossover import QUICK_TOKENS, REAL_TOKENS, bench_crossover
+
+    tokens = QUICK_TOKENS if quick else REAL_TOKENS
+    _show(bench_crossover(options, real_tokens=tokens, num_rounds=2 if quick else 5), json_file)
+
+
+@command.command("pace")
+@_takes_report_options
+@takes_engine_options(only=("model", "device", "dtype", "num_threads"))
+def pace(options: EngineOptions, quick: bool, json_file: str | None) -> None:
+    """Wait of urgent arrivals during a long background prefill, with the step-time target and without."""
+    from giveway.bench.pace import BACKGROUND_TOKENS, QUICK_BACKGROUND_TOKENS, bench_pace
+
+    num_tokens = QUICK_BACKGROUND_TOKENS if quick else BACKGROUND_TOKENS
+    _show(bench_pace(options, num_arrivals=2 if quick else 10, background_tokens=num_tokens), json_file)
+
+
 def _show(report: Report, json_file: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
