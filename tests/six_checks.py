@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from giveway.core.events import Finished, PromptLogprobs, StepEvent, TokenEmitted
 from giveway.core.ids import DeviceBlockId, RequestId, TokenId
-from giveway.core.plan import DeferralReason, StepPlan, Tier
+from giveway.core.plan import Deferral, DeferralReason, StepPlan, Tier
 from giveway.core.request import FinishReason, Request, RequestSpec, RequestState
 from giveway.core.scheduler import Scheduler
 from giveway.runtime.backend import SampleInput
@@ -178,6 +178,7 @@ class _Afterwards:
         state = scheduler.state
         self._size = state.cache_config.block_size
         self._requests = state.requests
+        self._kv = state.kv
         self._prefilling = {chunk.request_id for chunk in plan.chunks}
         gone = {preemption.victim for preemption in plan.preemptions}
         self._tables = {name: table for name, table in state.kv.tables.items() if name not in gone}
@@ -204,8 +205,19 @@ class _Afterwards:
         self._promised = [
             self._requests[deferral.request_id]
             for deferral in plan.deferrals
-            if deferral.reason is DeferralReason.COPY_IN_FLIGHT
+            if deferral.reason is DeferralReason.COPY_IN_FLIGHT or self._fits_but_for_headroom(deferral)
         ]
+
+    def _fits_but_for_headroom(self, deferral: Deferral) -> bool:
+        """Whether a newcomer waits although its blocks are free: for the growth of others, and nobody may take them."""
+        request = self._requests[deferral.request_id]
+        if deferral.reason is not DeferralReason.NO_DEVICE_BLOCKS or request.state is RequestState.RUNNING:
+            return False
+        held = {block for table in (*self._tables.values(), *self._kept.values()) for block in table} | self._pinned
+        slots = request.spec.max_slots if request.has_paid else request.num_known_tokens + 1
+        kept = set(self._kept.get(request.request_id, ()))
+        found = held & set(self._kv.find_prefix(request.request_id, request.num_known_tokens))  # held by others already
+        return -(-slots // self._size) - len(kept | found) <= self._pool - len(held)
 
     def served_below(self, request: Request) -> bool:
         """Whether a strictly less urgent prefill computes."""

@@ -18,7 +18,8 @@ PACKAGE = SRC / "giveway"
 CORE_ORDER = [
     "ids", "errors", "sampling", "config", "request", "commands", "limits",
     "block_pool", "prefix_index", "kv_cache", "kv_draft",
-    "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "budget", "cost_model", "state",
+    "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_learner", "budget",
+    "cost_model", "state",
     "displacement", "planner",
     "invariants", "transitions", "scheduler",
 ]

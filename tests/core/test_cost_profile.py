@@ -60,24 +60,6 @@ def test_the_work_of_a_step_counts_every_position_a_token_attends_to() -> None:
     assert ForwardWork.of(spans) == ForwardWork(12, pairs)
 
 
-def test_real_steps_pull_the_profile_to_the_machine_it_runs_on() -> None:
-    # Goal: a machine three times slower than shipped is known within a few hundred steps, its prefills too.
-    truth = replace(SHIPPED, step_s=SHIPPED.step_s * 3, token_s=SHIPPED.token_s * 3, context_s=SHIPPED.context_s * 3)
-    learned = SHIPPED
-    for number in range(400):
-        spans = [(100, 101)] * 8 if number % 4 else [(0, 256)]
-        learned = learned.refined(ForwardWork.of(spans), truth.forward_s(ForwardWork.of(spans)))
-    for work in (ForwardWork.of([(100, 101)] * 8), ForwardWork.of([(0, 256)])):
-        assert learned.forward_s(work) == pytest.approx(truth.forward_s(work), rel=0.1)
-
-
-def test_one_stalled_step_does_not_turn_the_profile_over() -> None:
-    work = ForwardWork.of([(0, 64)])
-    stalled = SHIPPED.refined(work, 1000 * SHIPPED.forward_s(work))
-    assert stalled.forward_s(work) < 1.5 * SHIPPED.forward_s(work)
-    assert SHIPPED.refined(work, 0.0) == SHIPPED
-
-
 @pytest.mark.parametrize(("direction", "tier"), ROUTES)
 def test_a_copy_teaches_its_own_way_only(direction: CopyDirection, tier: Tier) -> None:
     name = ROUTES[direction, tier]

@@ -67,27 +67,6 @@ class CostProfile:
         """Seconds that work adds to a step that runs anyway."""
         return self.token_s * work.num_tokens + self.context_s * work.num_pairs
 
-    def refined(self, seen: ForwardWork, actual_s: float) -> CostProfile:
-        """Return the profile moved a little towards what a step took.
-
-        Each part moves by its share of the predicted time (normalised least mean squares, in ratios), so steps of few
-        tokens teach step_s and long prefills teach token_s and context_s.
-        """
-        expected_s = self.forward_s(seen)
-        if expected_s <= 0 or actual_s <= 0:
-            return self
-        surprise = min(max(actual_s / expected_s, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE) - 1
-
-        def moved(part_s: float, count: float) -> float:
-            return part_s * (1 + _LEARNING_RATE * surprise * part_s * count / expected_s)
-
-        return replace(
-            self,
-            step_s=moved(self.step_s, 1),
-            token_s=moved(self.token_s, seen.num_tokens),
-            context_s=moved(self.context_s, seen.num_pairs),
-        )
-
     def with_copy(self, direction: CopyDirection, tier: Tier, num_slots: int, actual_s: float) -> CostProfile:
         """Return the profile moved a little towards what copies of so many slots took (s)."""
         expected_s = self.copy_one_way_s(direction, tier, num_slots)
@@ -135,7 +114,7 @@ def _pairs(start: int, stop: int) -> int:
 SHIPPED = CostProfile(
     step_s=0.015,
     token_s=0.0007,
-    context_s=2e-7,
+    context_s=1e-6,
     copy_s=2e-5,
     slot_out_s=1.2e-5,
     slot_in_s=1.2e-5,

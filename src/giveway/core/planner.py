@@ -67,6 +67,7 @@ class _Walk:
         # The fewest blocks that a newcomer lacked in vain: those further down may displace nobody whom it could not.
         self.refused_blocks: int | None = None
         self.has_deferred_newcomer = False
+        self.is_room_spoken_for = False  # what is free is not for guests: a better-ranked one fits but for the headroom
         self.has_prefill = False
         self.seated: list[tuple[Request, int]] = []  # newcomers seated by this plan, and the blocks of each
         self.swap_ins: list[SwapIn] = []
@@ -199,7 +200,9 @@ class _Walk:
         kept = self.room.kept_by(request.request_id)
         hits = self._find_hits(request, kept)
         num_new = max(blocks_for(request.slots_needed, self.block_size) - len(kept) - len(hits), 0)
-        lacking_blocks = num_new + self.draft.num_unreferenced(hits) - self.draft.num_available
+        room = 0 if self.is_room_spoken_for else self.draft.num_available
+        lacking_blocks = num_new + self.draft.num_unreferenced(hits) - room
+        fits = lacking_blocks <= 0
         lacking_seats = 1 - self.room.seats_left
         if lacking_blocks > 0 or lacking_seats > 0:
             reason = self._why_hopeless(request, lacking_blocks, lacking_seats)
@@ -209,6 +212,7 @@ class _Walk:
         if lacking_blocks > 0 or lacking_seats > 0:
             reason = self.room.make_room(request, lacking_blocks=lacking_blocks, lacking_seats=lacking_seats, keep=hits)
             if reason is not None:
+                self.is_room_spoken_for = self.is_room_spoken_for or fits
                 if reason is DeferralReason.NO_DEVICE_BLOCKS and not hits and not kept:
                     self.refused_blocks = min(lacking_blocks, self.refused_blocks or lacking_blocks)
                 return reason, max(lacking_blocks, 0)
@@ -381,7 +385,10 @@ class _Walk:
             self.background_s_left = allowance_s(costs, decodes, target_s)
             if target_s is not None:
                 self.background_s_left -= costs.added_s(urgent)
-        return tokens_within(self.state.costs, start, max(self.background_s_left, 0.0))
+        num_tokens = tokens_within(self.state.costs, start, max(self.background_s_left, 0.0))
+        if num_tokens is None or num_tokens < self.block_size:
+            return num_tokens
+        return num_tokens - num_tokens % self.block_size  # attention works in whole pieces, and so does the cache
 
     def _spend_time(self, start: int, num_tokens: int) -> None:
         if self.background_s_left is not None:

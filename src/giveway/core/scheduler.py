@@ -212,7 +212,7 @@ class Scheduler:
         spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.chunks]
         spans += [(position, position + 1) for position in plan.decodes.positions]
         if spans:
-            costs = costs.refined(ForwardWork.of(spans), outcome.forward_s)
+            costs = self._state.learner.refined(costs, ForwardWork.of(spans), outcome.forward_s)
         out = [(copy.tier, len(copy.device_blocks)) for copy in plan.copies_out]
         out += [(Tier.DISK, len(move.host_blocks)) for move in plan.moves]
         back = [(swap_in.copy.tier, len(swap_in.copy.device_blocks)) for swap_in in plan.swap_ins]

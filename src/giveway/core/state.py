@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from giveway.core.config import LEAST_URGENT_CLASS, CacheConfig, PreemptionChoice, SchedulerConfig
+from giveway.core.cost_learner import CostLearner
 from giveway.core.cost_profile import CostProfile
 from giveway.core.errors import InvariantError
 from giveway.core.ids import CopyId, RequestId
@@ -95,6 +96,7 @@ class SchedulerState:
         self.copy_started_s: dict[CopyId, float] = {}
         self.awaited_copies: dict[RequestId, CopyId] = {}  # what each SWAPPING_OUT or SWAPPING_IN request waits for
         self.costs: CostProfile = costs
+        self.learner = CostLearner()
         self.version = 0
         self.next_step_id = 0
         self.next_copy_id = 0
