@@ -91,14 +91,7 @@ class Displacement:
         draft = self._draft
         still_lacking = lacking_blocks - draft.num_promised
         if still_lacking > 0 or lacking_seats > 0:
-            victims = choose_victims(
-                self._in_order(request, still_lacking),
-                lacking_blocks=still_lacking,
-                lacking_seats=lacking_seats,
-                freed=draft.freed_blocks(frozenset(keep)),
-                table_of=self._table_of,
-                is_keeper=self._is_keeper,
-            )
+            victims = self._choose_victims(request, still_lacking, lacking_seats, keep)
             if not victims:
                 return DeferralReason.NO_SEAT if still_lacking < 1 else DeferralReason.NO_DEVICE_BLOCKS
             before = draft.num_available - draft.num_unreferenced(keep)
@@ -159,13 +152,25 @@ class Displacement:
         """Whether this plan takes its place on the host from parked KV."""
         return request_id in self.dropped or any(move.request_id == request_id for move in self.moves)
 
-    def _in_order(self, request: Request, lacking_blocks: int) -> list[Request]:
-        return in_victim_order(
-            [*self._keepers(request), *self._displaceable(request)],
-            self._config.chosen_victim_order,
-            settle_tokens=self._config.settle_tokens,
+    def _choose_victims(
+        self, request: Request, lacking_blocks: int, lacking_seats: int, keep: BlockTable
+    ) -> list[Request]:
+        candidates = [*self._keepers(request), *self._displaceable(request)]
+        if lacking_blocks > sum(len(self._table_of(candidate)) for candidate in candidates):
+            return []
+        return choose_victims(
+            in_victim_order(
+                candidates,
+                self._config.chosen_victim_order,
+                settle_tokens=self._config.settle_tokens,
+                is_keeper=self._is_keeper,
+                price=lambda victim: self._price(victim, lacking_blocks),
+            ),
+            lacking_blocks=lacking_blocks,
+            lacking_seats=lacking_seats,
+            freed=self._draft.freed_blocks(frozenset(keep)),
+            table_of=self._table_of,
             is_keeper=self._is_keeper,
-            price=lambda victim: self._price(victim, lacking_blocks),
         )
 
     def _price(self, victim: Request, lacking_blocks: int) -> float:

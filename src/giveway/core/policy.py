@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from giveway.core.config import MOST_URGENT_CLASS, SchedulingPolicy, VictimOrder
@@ -64,22 +64,26 @@ def in_victim_order(
     settle_tokens: int,
     is_keeper: Callable[[Request], bool],
     price: Callable[[Request], float],
-) -> list[Request]:
-    """Sort by who gives way first: the least urgent class, and in it first those who have given way already.
+) -> Iterator[Request]:
+    """Yield by who gives way first: the least urgent class, and in it first those who have given way already.
 
     Next come residents by `order`, ties by the latest arrival; last those who were resumed a moment ago, so that
-    nobody is swapped in and out again for nothing: a preference, never a veto. price: what `order` compares, asked
-    once for each resident, smaller first.
+    nobody is swapped in and out again for nothing: a preference, never a veto. price: what `order` compares, smaller
+    first; asked once for each resident of a class, and only when the walk comes to it.
     """
 
-    def key(request: Request) -> tuple[int, int, float, int]:
-        group, number = request.rank
-        if is_keeper(request):
-            return (-group, 0, 0.0, -number)
+    def key(request: Request) -> tuple[bool, float, int]:
         is_settling = request.is_settling(settle_tokens) and request.num_own_computed_tokens > 0
-        return (-group, 2 if is_settling else 1, 0.0 if order is VictimOrder.NEWEST else price(request), -number)
+        return (is_settling, 0.0 if order is VictimOrder.NEWEST else price(request), -request.rank[1])
 
-    return sorted(candidates, key=key)
+    by_class: dict[int, tuple[list[Request], list[Request]]] = {}
+    for request in candidates:
+        keepers, residents = by_class.setdefault(request.rank[0], ([], []))
+        (keepers if is_keeper(request) else residents).append(request)
+    for group in sorted(by_class, reverse=True):
+        keepers, residents = by_class[group]
+        yield from sorted(keepers, key=lambda keeper: keeper.rank[1], reverse=True)
+        yield from sorted(residents, key=key)
 
 
 class FreedBlocks(Protocol):
@@ -97,7 +101,7 @@ class FreedBlocks(Protocol):
 
 
 def choose_victims(
-    candidates: Sequence[Request],
+    candidates: Iterable[Request],
     *,
     lacking_blocks: int,
     lacking_seats: int,
@@ -110,8 +114,6 @@ def choose_victims(
     candidates: in victim order. freed: an empty count. Nobody is chosen without whom the others suffice, except that
     whoever has given way already and holds blocks of its own gives them up before a resident of its class is touched.
     """
-    if lacking_blocks > sum(len(table_of(candidate)) for candidate in candidates):
-        return []
     chosen: list[Request] = []
     num_seats = 0
     alone: set[RequestId] = set()  # keepers who freed something when their turn came
