@@ -106,6 +106,8 @@ def prompt_of(name: str, num_tokens: int) -> tuple[TokenId, ...]:
 class World:
     """One scheduler, one executor, and everything that ever happened."""
 
+    default_prefix_caching = False  # scenarios run with both
+
     def __init__(
         self,
         *,
@@ -116,7 +118,7 @@ class World:
         budget: int = 64,
         policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
         mode: PreemptionChoice = PreemptionChoice.SWAP,
-        prefix_caching: bool = False,
+        prefix_caching: bool | None = None,  # None: what `default_prefix_caching` says
         copies: Callable[[BlockCopy], CopyFate] | None = None,  # None: copies end within their step
         copy_timeout_s: float = 20.0,
         waits_for_copies: bool = False,  # True: a step with nothing to compute lasts until a copy ends
@@ -148,6 +150,8 @@ class World:
             check_invariants=True,
         )
         self.block_size = block_size
+        if prefix_caching is None:
+            prefix_caching = self.default_prefix_caching
         cache = CacheConfig(device_blocks, host_blocks, block_size, prefix_caching, disk_blocks)
         self.scheduler = Scheduler(config, cache, costs)
         self.backend = MoodyBackend(vocab_size)
@@ -346,6 +350,12 @@ class World:
     def blocks_of(self, name: str) -> BlockTable:
         """The device blocks of a resident; empty for anybody else."""
         return self.scheduler.state.kv.tables.get(RequestId(name), ())
+
+    def num_found(self, num_computed: int, num_known: int) -> int:
+        """Tokens that a request finds again after its blocks were dropped, if nobody has overwritten them."""
+        if self.scheduler.state.kv.index is None:
+            return 0
+        return min(num_computed, num_known - 1) // self.block_size * self.block_size
 
     @property
     def num_device_blocks_owned(self) -> int:

@@ -79,7 +79,7 @@ def test_a_seat_of_a_victim_is_free_while_its_copy_still_runs() -> None:
 
 def test_host_blocks_that_are_being_read_are_not_given_to_another_victim() -> None:
     # Goal: the host pool is full of V, which is on its way back; W has to recompute, V keeps its bytes.
-    world = World(device_blocks=12, host_blocks=2, copies=only(IN, CopyFate(3)))
+    world = World(device_blocks=12, host_blocks=2, copies=only(IN, CopyFate(3)), prefix_caching=False)
     world.make_resident("V", prompt_tokens=6, max_tokens=8)
     world.make_resident("W", prompt_tokens=6, max_tokens=12)
     world.give_way("V", SWAP)
@@ -116,7 +116,7 @@ def test_a_copy_out_that_failed_is_not_taken_for_saved(delay: int) -> None:
     assert (world.num_device_blocks_owned, world.num_host_blocks_owned) == (0, 0)
     assert [event.failed for event in world.events_of("V", CopyEnded)] == [True]
     world.run_until_idle()
-    assert world.finished("V").num_recomputed_tokens == 6
+    assert world.finished("V").num_recomputed_tokens == 6 - world.num_found(6, 7)
 
 
 def test_a_copy_in_that_failed_is_computed_again() -> None:
@@ -132,7 +132,8 @@ def test_a_copy_in_that_failed_is_computed_again() -> None:
 @pytest.mark.parametrize("direction", [OUT, IN])
 def test_a_lost_copy_ends_the_waiting_and_pins_its_blocks(direction: CopyDirection) -> None:
     # Goal: after the time-out the request recomputes; a late copy may still write, so its blocks never come back.
-    world = World(device_blocks=6, host_blocks=4, copies=only(direction, CopyFate(is_lost=True)), copy_timeout_s=4.0)
+    fates = only(direction, CopyFate(is_lost=True))
+    world = World(device_blocks=6, host_blocks=4, copies=fates, copy_timeout_s=4.0, prefix_caching=False)
     world.make_resident("V", prompt_tokens=6, max_tokens=6)
     world.give_way("V", SWAP)
     world.run_until_idle()
