@@ -35,7 +35,8 @@ from giveway.core.state import SchedulerState
 
 NUM_SLOTS = 16384
 BLOCK_SIZE = 16
-CONFIG = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048)
+# Whole victims and no prefix cache: what is measured is the layout alone.
+CONFIG = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048, allow_tails=False)
 MAX_TOKENS = (256, 512, 1024)  # limits that callers set, equally often
 PROMPT = (128, 0.8)  # median and sigma of a log-normal distribution (tokens)
 ANSWER = (220, 0.9)  # of the length at which the model would stop by itself
@@ -163,7 +164,7 @@ def _length(rng: random.Random, shape: tuple[int, float], limit: int) -> int:
 
 def run_blocks(arrivals: Sequence[Arrival]) -> Usage:
     """Run a workload on the scheduler of the engine. Without a host pool: who gives way is computed again."""
-    scheduler = Scheduler(CONFIG, CacheConfig(NUM_SLOTS // BLOCK_SIZE, 0, BLOCK_SIZE))
+    scheduler = Scheduler(CONFIG, CacheConfig(NUM_SLOTS // BLOCK_SIZE, 0, BLOCK_SIZE, enable_prefix_caching=False))
     executor = InstantExecutor({arrival.spec.request_id: arrival.num_output for arrival in arrivals})
     usage, waiting = Usage(), list(reversed(arrivals))
     while waiting or scheduler.has_work:
