@@ -199,6 +199,9 @@ class _Afterwards:
         self._changing = {*state.swapping_out, *plan.dropped, *(move.request_id for move in plan.moves), *gone}
         self._pool = state.kv.device.size
         self._seats = state.config.max_num_seqs
+        grown = {growth.request_id for growth in plan.growths}
+        # What growth freed beyond its need goes, in the next step, to those who were passed over in this one.
+        self._may_be_left_over = any(preemption.beneficiary in grown for preemption in plan.preemptions)
         self._promised = [
             self._requests[deferral.request_id]
             for deferral in plan.deferrals
@@ -215,20 +218,24 @@ class _Afterwards:
         False when nothing less urgent is resident: then it waits for its own class or for more urgent work. The need is
         counted high: no prefix hits, and room for everybody above to grow while the whole prefill runs at the slowest.
         """
-        below, staying = set[RequestId](), dict[RequestId, tuple[DeviceBlockId, ...]]()
-        for name, table in self._tables.items():
-            other = self._requests[name]
-            if other.rank[0] > request.rank[0] and other.state is not RequestState.SWAPPING_IN:
-                below.add(name)
-            elif name != request.request_id:
-                staying[name] = table
+        below = {
+            name
+            for name in self._tables
+            if self._requests[name].rank[0] > request.rank[0]
+            and self._requests[name].state is not RequestState.SWAPPING_IN
+        }
         below |= {name for name, table in self._kept.items() if table and self._requests[name].rank > request.rank}
-        if not below:
+        if not below or (self._may_be_left_over and self._fits(request, frozenset())):
             return False
+        return self._fits(request, below)
+
+    def _fits(self, request: Request, gone: Collection[RequestId]) -> bool:
+        """Whether the request would have room if those who are gone held nothing."""
+        staying = {name: table for name, table in self._tables.items() if name not in gone}
+        staying.pop(request.request_id, None)
         held = {block for table in staying.values() for block in table} | self._pinned
-        for name, table in self._kept.items():  # kept by better-ranked ones, or by those whose copy is still under way
-            other = self._requests[name]
-            if other.rank < request.rank or name in self._changing:
+        for name, table in self._kept.items():  # whoever changes in this plan keeps the rest for one step at least
+            if name in self._changing or (name not in gone and name != request.request_id):
                 held.update(table)
         ahead = [other for other in self._promised if other.rank < request.rank and other.state not in _MOVING]
         reserved = sum(self._need(other, staying) for other in ahead)
