@@ -1,4 +1,4 @@
-"""A resident grows into others' room while a better-ranked newcomer waits: whoever is behind is not held up for that."""
+"""A resident grows into others' room while a better-ranked newcomer waits: nobody behind is held up for that."""
 
 from __future__ import annotations
 
