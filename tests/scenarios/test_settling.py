@@ -106,8 +106,7 @@ def test_it_gives_way_before_a_more_urgent_class_that_never_left(order: VictimOr
 def test_one_that_was_resumed_and_has_computed_nothing_yet_goes_first_because_that_costs_nothing(
     order: VictimOrder,
 ) -> None:
-    # Goal: "new" has its seat back but no token yet: taking the admission back is free, so it is no reason to make "old"
-    # lose anything.
+    # Goal: "new" has its seat back but no token yet: taking the admission back is free, and "old" need lose nothing.
     world = World(device_blocks=14, seats=4, budget=4, mode=RECOMPUTE, victim_order=order)
     world.make_resident("old", priority=9, prompt_tokens=11, max_tokens=20)
     world.make_resident("new", priority=9, prompt_tokens=11, max_tokens=20)
