@@ -1,4 +1,4 @@
-"""Two hundred thousand steps of random work and random faults, and everything is back where it was at the end."""
+"""Three hundred thousand steps of random work and random faults, and everything is back where it was at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.world import World
 
 MAX_UNFINISHED = 12
 VOCABULARY = 50
-DISK_BLOCKS = 40
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,10 @@ class Setting:
 
     seed: int
     num_steps: int
+    device_blocks: int = 24
+    block_size: int = 4
+    seats: int = 6
+    budget: int = 24
     policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
     mode: PreemptionChoice = PreemptionChoice.SWAP
     order: VictimOrder | None = None
@@ -50,10 +53,11 @@ class Setting:
             return CopyFate(delay_steps=rng.choice([0, 0, 1, 4]), fails=rng.random() < 0.05)
 
         return World(
-            device_blocks=24,
+            device_blocks=self.device_blocks,
+            block_size=self.block_size,
             host_blocks=self.host_blocks,
-            seats=6,
-            budget=24,
+            seats=self.seats,
+            budget=self.budget,
             policy=self.policy,
             mode=self.mode,
             victim_order=self.order,
@@ -61,7 +65,7 @@ class Setting:
             prefix_caching=self.prefix_caching,
             copies=fate_of if self.overlapped else None,
             aging_s=self.aging_s,
-            disk_blocks=DISK_BLOCKS if self.has_disk else 0,
+            disk_blocks=self.device_blocks + 6 if self.has_disk else 0,
             disk_dir=directory if self.has_disk else None,
             costs=replace(
                 SHIPPED,
@@ -79,6 +83,7 @@ class Soak:
         self.setting = setting
         self.rng = random.Random(setting.seed)
         self.world = setting.make_world(directory, self.rng)
+        self.half_a_pool = setting.device_blocks * setting.block_size // 2  # tokens
         self.num_sent = 0
         self.reasons = dict.fromkeys(FinishReason, 0)
         self.modes = dict.fromkeys(PreemptionMode, 0)
@@ -103,14 +108,14 @@ class Soak:
             return
         count = rng.choice([2, 3]) if rng.random() < self.setting.share_of_groups else 1
         first, priority, salt = f"r{step}", rng.choice([0, 5, 10]), rng.choice(self.setting.salts)
-        prompt = [1] * rng.randint(1, 30) + [rng.randint(1, 3)]
+        prompt = [1] * rng.randint(1, min(30, self.half_a_pool - 1)) + [rng.randint(1, 3)]
         for number in range(count):
             name = f"{first}/{number}" if number else first
             world.submit(
                 name,
                 priority=priority,
                 prompt=prompt,
-                max_tokens=rng.randint(1, 20),
+                max_tokens=rng.randint(1, min(20, self.half_a_pool)),
                 sampling=SamplingParams(temperature=rng.choice([0.0, 0.8]), logprobs=rng.choice([None, None, 1])),
                 seed=step + number,
                 stop_token_ids=frozenset({3, 33}) if rng.random() < 0.1 else frozenset(),
@@ -169,7 +174,7 @@ class Soak:
         world = self.world
         checks = world.checks
         for known in (world.tokens, world.specs, checks._calm, checks._num_tokens, checks._num_scored):
-            del known[name]  # type: ignore[attr-defined]
+            del known[name]
         world.backend.poison.pop(name, None)
         world.backend.faults.pop(name, None)
 
@@ -195,6 +200,44 @@ SETTINGS = {
     "whole, host and disk": Setting(
         8, 25_000, tails=False, host_blocks=6, has_disk=True, order=VictimOrder.NEWEST, share_of_groups=0.1
     ),
+    "tiny pool, blocks of one token": Setting(
+        9,
+        40_000,
+        device_blocks=10,
+        block_size=1,
+        seats=3,
+        budget=3,
+        overlapped=False,
+        prefix_caching=False,
+        host_blocks=2,
+        has_disk=True,
+        aging_s=30.0,
+        share_of_groups=0.3,
+    ),
+    "tiny pool, little host": Setting(
+        10,
+        40_000,
+        device_blocks=8,
+        block_size=2,
+        seats=4,
+        budget=8,
+        host_blocks=3,
+        order=VictimOrder.LEAST_WORK,
+        share_of_groups=0.3,
+    ),
+    "tiny pool, little disk": Setting(
+        11,
+        40_000,
+        device_blocks=9,
+        block_size=3,
+        seats=4,
+        budget=5,
+        host_blocks=1,
+        has_disk=True,
+        mode=PreemptionChoice.AUTO,
+        disk_price=0.1,
+        share_of_groups=0.2,
+    ),
 }
 
 
@@ -218,7 +261,7 @@ def check_soak(setting: Setting, directory: Path) -> None:
     soak = Soak(setting, directory)
     soak.run()
     assert sum(soak.reasons.values()) == soak.num_sent > setting.num_steps / 10
-    assert soak.reasons[FinishReason.LENGTH] + soak.reasons[FinishReason.STOP] > 0.85 * soak.num_sent
+    assert soak.reasons[FinishReason.LENGTH] + soak.reasons[FinishReason.STOP] > 0.8 * soak.num_sent
     assert (soak.num_to_disk > 0) == (soak.num_harms > 0) == setting.has_disk
     assert not soak.world.tokens
     state = soak.world.scheduler.state

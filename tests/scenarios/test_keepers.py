@@ -69,7 +69,7 @@ def test_a_keeper_whose_parked_tail_moves_to_the_disk_gives_up_the_rest_in_the_s
 
 def test_a_keeper_that_must_compute_again_and_is_then_spared_has_lost_what_was_parked_all_the_same() -> None:
     # Goal: "u2" takes a block of "low", for which the host has no room, so what is parked of it is of no use any more.
-    # "u3" then asks "low" and "idle", and gets all it lacks from "idle", which has computed nothing. So that second time
+    # "u3" then asks "low" and "idle", and gets all it lacks from "idle", which has computed nothing. So the second time
     # takes nothing from "low"; it must not turn the first into a pause that leaves its parked KV behind.
     world = World(device_blocks=5, host_blocks=1, tails=True)
     world.make_resident("low", priority=9, prompt_tokens=11, max_tokens=2)

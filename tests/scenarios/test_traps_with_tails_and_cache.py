@@ -226,9 +226,11 @@ def test_two_full_equals_in_a_pool_of_four_blocks_take_turns_once(
 # A block boundary
 
 
-def at_a_boundary(num_tail_blocks: int, **options: bool) -> World:
+def at_a_boundary(num_tail_blocks: int, *, tails: bool, prefix_caching: bool) -> World:
     """Five who need a block each, above five who hold so many, of which the last has a single token in it."""
-    world = World(device_blocks=5 * (2 + num_tail_blocks), host_blocks=40, seats=10, **options)
+    world = World(
+        device_blocks=5 * (2 + num_tail_blocks), host_blocks=40, seats=10, tails=tails, prefix_caching=prefix_caching
+    )
     for number in range(5):
         world.make_resident(f"top{number}", priority=0, prompt_tokens=8, max_tokens=4, blocks=2)
     for number in range(5):
