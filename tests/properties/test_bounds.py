@@ -22,7 +22,7 @@ PRIORITY, FCFS = SchedulingPolicy.PRIORITY, SchedulingPolicy.FCFS
 SWAP, RECOMPUTE = PreemptionChoice.SWAP, PreemptionChoice.RECOMPUTE
 
 NUM_QUICK_RUNS = 10  # for each setting
-NUM_LONG_RUNS = 200
+NUM_LONG_RUNS = 80
 
 with_policy = pytest.mark.parametrize("policy", [PRIORITY, FCFS], ids=["priority", "fcfs"])
 with_tails = pytest.mark.parametrize("tails", [True, False], ids=["tails", "whole"])
