@@ -65,3 +65,37 @@ def test_a_keeper_whose_parked_tail_moves_to_the_disk_gives_up_the_rest_in_the_s
     assert [move.request_id for move in plan.moves] == ["keeper"]
     world.run_until_idle()
     assert len(world.tokens[world.finished("keeper").request_id]) == 2
+
+
+def test_a_keeper_that_must_compute_again_and_is_then_spared_has_lost_what_was_parked_all_the_same() -> None:
+    # Goal: "u2" takes a block of "low", for which the host has no room, so what is parked of it is of no use any more.
+    # "u3" then asks "low" and "idle", and gets all it lacks from "idle", which has computed nothing. So the second time
+    # takes nothing from "low"; it must not turn the first into a pause that leaves its parked KV behind.
+    world = World(device_blocks=5, host_blocks=1, tails=True)
+    world.make_resident("low", priority=9, prompt_tokens=11, max_tokens=2)
+    world.submit("u1", priority=0, prompt_tokens=11, max_tokens=1)
+    world.step()
+    assert world.num_host_blocks_owned == 1
+    world.make_resident("idle", priority=9, prompt_tokens=7, max_tokens=2, computed=0)
+    world.submit("u2", priority=0, prompt_tokens=7, max_tokens=1)
+    world.submit("u3", priority=0, prompt_tokens=7, max_tokens=1)
+    assert set(victims(world.step())) == {"low", "idle"}
+    world.run_until_idle()
+    assert len(world.tokens[world.finished("low").request_id]) == 2
+
+
+@pytest.mark.parametrize("mode", [PreemptionChoice.RECOMPUTE, PreemptionChoice.SWAP])
+def test_a_keeper_from_whom_nothing_is_taken_does_not_give_way_again(mode: PreemptionChoice) -> None:
+    # Goal: "low" has kept a block. "u2" asks it first, but "idle", which has computed nothing, must go whole and that
+    # alone is enough: "low" keeps its block, no copy of nothing is begun, and no event says that it gave way.
+    world = World(device_blocks=5, host_blocks=4, tails=True, mode=mode)
+    world.make_resident("low", priority=9, prompt_tokens=11, max_tokens=2)
+    world.submit("u1", priority=0, prompt_tokens=15, max_tokens=1)
+    assert victims(world.step()) == ["low"]
+    assert len(world.scheduler.state.kv.kept[world.request("low").request_id]) == 1
+    world.make_resident("idle", priority=9, prompt_tokens=11, max_tokens=2, computed=0)
+    world.submit("u2", priority=0, prompt_tokens=15, max_tokens=1)
+    plan = world.step()
+    assert victims(plan) == ["idle"]
+    assert not plan.copies_out
+    world.run_until_idle()
