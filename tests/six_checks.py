@@ -158,6 +158,8 @@ class SixChecks:
                 assert plan.copies_out or len(self._scheduler.state.kv.copies) > len(self._scheduler.state.kv.lost)
             elif reason is DeferralReason.GIVES_WAY:
                 assert plan.moves or plan.dropped or request.request_id in gone
+            elif reason is DeferralReason.NO_ROOM_TO_STAY:
+                assert request.has_paid
             elif reason is DeferralReason.PROMPT_IN_PROGRESS:
                 assert after.is_prompt_computed_by_another(request)
             elif reason is DeferralReason.NO_TOKENS:
@@ -214,7 +216,7 @@ class _Afterwards:
         if deferral.reason is not DeferralReason.NO_DEVICE_BLOCKS or request.state is RequestState.RUNNING:
             return False
         held = {block for table in (*self._tables.values(), *self._kept.values()) for block in table} | self._pinned
-        slots = request.spec.max_slots if request.has_paid else request.num_known_tokens + 1
+        slots = min(request.num_known_tokens + 1, request.spec.max_slots)
         kept = set(self._kept.get(request.request_id, ()))
         found = held & set(self._kv.find_prefix(request.request_id, request.num_known_tokens))  # held by others already
         return -(-slots // self._size) - len(kept | found) <= self._pool - len(held)
@@ -262,7 +264,7 @@ class _Afterwards:
         """Blocks that a request lacks at most: one to grow, or everything known and the growth of those above."""
         if request.state is RequestState.RUNNING:
             return 1
-        slots = request.spec.max_slots if request.has_paid else request.num_known_tokens + 1
+        slots = request.num_known_tokens + 1
         return -(-slots // self._size) + self._growth(request, staying)
 
     def _growth(self, request: Request, staying: Mapping[RequestId, tuple[DeviceBlockId, ...]]) -> int:

@@ -203,7 +203,7 @@ def test_auto_is_never_beaten_by_a_way_that_was_possible(seed: int) -> None:
                 out_s = costs.copy_one_way_s(CopyDirection.OUT, tier, copied * SIZE)
                 prices[tier] = out_s * (2 if giving.is_awaited else 1)
                 prices[tier] += costs.copy_one_way_s(CopyDirection.IN, tier, copied * SIZE)
-                if tier is Tier.HOST and giving.num_moved_blocks:
+                if giving.num_moved_blocks and (tier is Tier.HOST or giving.bound_to is Tier.DISK):
                     prices[tier] += costs.copy_one_way_s(CopyDirection.OUT, Tier.DISK, giving.num_moved_blocks * SIZE)
         if prices:
             expected[M.SWAP] = min(prices.values())

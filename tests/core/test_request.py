@@ -17,6 +17,7 @@ from giveway.core.request import (
     RequestSpec,
     RequestState,
     blocks_to_finish,
+    paid_rank,
     slots_to_admit,
 )
 
@@ -240,17 +241,20 @@ def test_only_tokens_that_were_dropped_for_its_own_class_count_as_paid() -> None
     assert request.num_lost_in_class == 2
 
 
-def test_a_request_has_paid_once_its_class_cost_it_its_own_length_and_then_asks_for_all_it_can_ever_need() -> None:
+def test_whoever_has_paid_goes_to_the_head_of_its_class_once_and_for_all() -> None:
     request = make_request(prompt_tokens=6, max_new_tokens=8)
+    group, number = request.rank
     request.admit(num_hit_tokens=0, is_guest=False)
     request.compute(5)
     request.preempt(is_for_its_class=True)
-    told = [(request.has_paid, request.slots_needed)]
-    request.admit(num_hit_tokens=0, is_guest=False)
-    request.compute(1)
-    request.preempt(is_for_its_class=True)
-    told.append((request.has_paid, request.slots_needed))
-    assert told == [(False, 7), (True, 13)]  # all that is known and the next one; all but the last one of all
+    assert (request.has_paid, request.rank, request.num_lost_in_class) == (False, (group, number), 5)
+    for _ in range(2):
+        request.admit(num_hit_tokens=0, is_guest=False)
+        request.compute(1)
+        request.preempt(is_for_its_class=True, has_paid=True)
+        assert request.has_paid
+        assert request.rank == paid_rank((group, number)) < (group, 0)
+    assert paid_rank((group, 3)) < paid_rank((group, 4)) < (group, 0) < paid_rank((group + 1, 0))
 
 
 def test_a_resumed_request_settles_until_it_has_emitted_enough() -> None:

@@ -12,7 +12,7 @@ from giveway.core.errors import InvalidRequestError, InvariantError, RequestTooL
 from giveway.core.events import Accepted, Preempted, PromptLogprobs, Refused, TokensComputed
 from giveway.core.ids import RequestId
 from giveway.core.plan import DeferralReason, StepOutcome
-from giveway.core.request import FinishReason, RequestSpec, RequestState, StopDecision
+from giveway.core.request import FinishReason, RequestSpec, RequestState, StopDecision, paid_rank
 from giveway.core.sampling import SamplingParams
 from giveway.core.scheduler import Scheduler
 from tests.world import World, served, victims, why_not
@@ -376,20 +376,42 @@ def test_a_class_costs_a_request_its_own_length_at_most_and_then_it_runs_to_its_
         assert world.finished(name).num_recomputed_tokens <= 2 * (4 + 30)
 
 
-def test_whoever_has_paid_waits_for_all_that_it_can_ever_need_and_is_not_displaced_by_its_class_again() -> None:
+def make_paid(world: World, name: str) -> None:
+    """As if its class had cost a newcomer its own length already."""
+    request, newcomers = world.request(name), world.scheduler.state.newcomers
+    newcomers.remove(request)
+    request.has_paid, request.rank = True, paid_rank(request.rank)
+    newcomers.add(request)
+
+
+def test_whoever_has_paid_is_not_displaced_by_its_class_again_and_grows_at_its_cost() -> None:
     world = World(device_blocks=10, mode=PreemptionChoice.RECOMPUTE)
     world.submit("old", prompt_tokens=4, max_tokens=24)
     world.step()
     world.submit("paid", prompt_tokens=4, max_tokens=20)
     world._flush()
-    world.request("paid").has_paid = True
+    make_paid(world, "paid")
     while not world.is_finished("paid"):
-        plan = world.step()
-        for admission in plan.admissions:
-            if admission.request_id == "paid":
-                assert len(admission.new) == 6
+        world.step()
     assert world.num_preemptions("paid") == 0
+    assert world.num_preemptions("old") == 1
     world.run_until_idle()
+
+
+def test_of_those_who_have_paid_only_so_many_are_seated_as_can_all_grow_to_their_end() -> None:
+    # Goal: each may need six blocks of ten. Seated together they could both come to lack one, for ever.
+    world = World(device_blocks=10, mode=PreemptionChoice.RECOMPUTE)
+    for name in ("one", "two"):
+        world.submit(name, prompt_tokens=4, max_tokens=20)
+    world.submit("other", prompt_tokens=4, max_tokens=12)
+    world._flush()
+    make_paid(world, "one")
+    make_paid(world, "two")
+    plan = world.step()
+    assert served(plan) == {"one", "other"}  # whoever has not paid uses the room meanwhile
+    assert why_not(plan, "two") is DeferralReason.NO_ROOM_TO_STAY
+    world.run_until_idle()
+    assert world.num_preemptions("one") == world.num_preemptions("two") == 0
 
 
 # Several answers to one prompt

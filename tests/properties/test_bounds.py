@@ -166,18 +166,6 @@ def test_the_most_urgent_class_alone_loses_nothing_to_the_others(
             assert (ended.num_preemptions, ended.num_recomputed_tokens) == (0, 0)
 
 
-cannot_move_on = pytest.mark.xfail(
-    reason="what one request has parked on a full host does not move on to make room for its own second part",
-    strict=True,
-)
-two_tiers = [
-    pytest.param(False, False, id="whole-no-cache"),
-    pytest.param(False, True, id="whole-cache", marks=cannot_move_on),
-    pytest.param(True, False, id="tails-no-cache", marks=cannot_move_on),
-    pytest.param(True, True, id="tails-cache", marks=cannot_move_on),
-]
-
-
 @with_num_runs
 @with_cache
 @with_tails
@@ -195,7 +183,8 @@ def test_nothing_is_computed_again_while_the_only_tier_has_room(
 
 
 @with_num_runs
-@pytest.mark.parametrize(("tails", "prefix_caching"), two_tiers)
+@with_cache
+@with_tails
 def test_nothing_is_computed_again_while_the_disk_has_room_for_what_the_host_has_none(
     tails: bool, prefix_caching: bool, num_runs: int
 ) -> None:

@@ -11,6 +11,8 @@ from giveway.runtime.dry.scripted_copies import CopyFate
 from tests.faulty_disk import FaultyDisk
 from tests.world import World, victims
 
+PREFIX_CACHE = (False,)  # blocks on each tier are counted one by one here
+
 
 @pytest.mark.parametrize("mode", [PreemptionChoice.RECOMPUTE, PreemptionChoice.SWAP])
 def test_a_failed_step_that_wrote_into_what_a_keeper_gave_up_leaves_it_nothing_wrong(mode: PreemptionChoice) -> None:

@@ -26,6 +26,8 @@ with_tails = pytest.mark.parametrize("tails", [True, False], ids=["tails", "whol
 with_cache = pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
 overlapped_or_not = pytest.mark.parametrize("overlapped", [True, False], ids=["overlapped", "synchronous"])
 
+PREFIX_CACHE = (False,)  # blocks on each tier are counted one by one here
+
 
 def parked_of(world: World, name: str) -> tuple[Tier, int] | None:
     """Where the KV of a request is parked, and how many blocks of it; None: nowhere."""

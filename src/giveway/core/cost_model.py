@@ -42,7 +42,7 @@ def _swap_s(giving: Giving, profile: CostProfile, tier: Tier, block_size: int) -
     if giving.num_copied_blocks > room or giving.bound_to not in (None, tier):
         return None
     price = profile.swap_s(tier, giving.num_copied_blocks * block_size)
-    if tier is Tier.HOST and giving.num_moved_blocks:
+    if giving.num_moved_blocks and (tier is Tier.HOST or giving.bound_to is Tier.DISK):
         price += profile.copy_one_way_s(CopyDirection.OUT, Tier.DISK, giving.num_moved_blocks * block_size)
     if giving.is_awaited:
         price += profile.copy_one_way_s(CopyDirection.OUT, tier, giving.num_copied_blocks * block_size)

@@ -274,14 +274,18 @@ class Displacement:
     def _give(self, victim: Request, num_kept: int, *, beneficiary: Request | None, wanted: PreemptionChoice) -> None:
         """Let a victim give up all but its first `num_kept` blocks."""
         table, gift = self._table_of(victim), self._gifts.get(victim.request_id)
+        if num_kept == len(table) and self._is_keeper(victim):
+            return  # nothing more is asked of it after all
         giving = self._facts(victim, table, num_kept, beneficiary)
         if gift is not None and gift.cost.mode is PreemptionMode.RECOMPUTE:
             wanted = PreemptionChoice.RECOMPUTE  # what lay behind is dropped already
-        cost = self._cost_of(giving, wanted)
+        cost, content = self._cost_of(giving, wanted), table[num_kept:]
         if gift is None:
             gift = self._begin_gift(victim, table, beneficiary)
         elif gift.cost.mode is PreemptionMode.SWAP and cost.mode is PreemptionMode.RECOMPUTE:
-            self._cancel_swap(gift)
+            self._cancel_swap(gift)  # its tier has no room for more: perhaps another one has, for all of it
+            giving, content = self._facts(victim, gift.table, num_kept, beneficiary), gift.table[num_kept:]
+            cost = self._cost_of(giving, wanted)
         gift.num_kept, gift.wanted, gift.cost = num_kept, wanted, cost
         gift.giving = replace(giving, num_blocks=len(gift.table) - num_kept)
         num_shared = self._num_shared(table)
@@ -290,7 +294,7 @@ class Displacement:
             gift.whole = self._cost_of(self._facts(victim, table, num_shared, beneficiary), wanted)
         if beneficiary is not None and beneficiary.rank[0] == victim.rank[0]:
             gift.is_for_its_class = True
-        self._release(gift, table)
+        self._release(gift, table, content[: max(gift.num_filled - num_kept, 0)])
         if not self._is_keeper(victim):
             self.gone.add(victim.request_id)
             self.seats_left += 1
@@ -308,13 +312,11 @@ class Displacement:
         return gift
 
     def _cancel_swap(self, gift: _Gift) -> None:
-        """A tail that was to be parked is dropped after all, and with it those of others that shared blocks of it."""
+        """A tail is not parked where it was to be, and those of others that shared blocks of it are dropped with it."""
         tier, places = gift.cost.tier or Tier.HOST, set(gift.copied.values())
         self._copied = {key: place for key, place in self._copied.items() if key[0] is not tier or place not in places}
         self._draft.free_parked(tier, places)
-        gift.parked, gift.copied = [], {}
-        gift.wanted = PreemptionChoice.RECOMPUTE
-        gift.cost = self._cost_of(gift.giving, gift.wanted)
+        gift.parked, gift.copied, gift.cost = [], {}, _FREE
         for other in self._gifts.values():
             if (
                 other.cost.mode is PreemptionMode.SWAP
@@ -322,15 +324,18 @@ class Displacement:
                 and not places.isdisjoint(other.parked)
             ):
                 self._cancel_swap(other)
+                other.wanted = PreemptionChoice.RECOMPUTE
+                other.cost = self._cost_of(other.giving, other.wanted)
 
-    def _release(self, gift: _Gift, table: BlockTable) -> None:
-        """Take the blocks behind what is kept out of a victim's hands; with a swap, say where their content goes."""
+    def _release(self, gift: _Gift, table: BlockTable, content: BlockTable) -> None:
+        """Take the blocks behind what is kept out of a victim's hands; with a swap, say where `content` goes."""
         tail = table[gift.num_kept :]
         if gift.cost.mode is not PreemptionMode.SWAP:
             self._draft.release(tail)
             return
         tier = gift.cost.tier or Tier.HOST
-        content = table[gift.num_kept : gift.num_filled]
+        if tier is Tier.DISK and self._num_own_movable(gift.victim):
+            self._move_on(gift.victim.request_id)
         fresh = [block for block in content if not self._is_copied(tier, block)]
         if len(fresh) > self._draft.num_parked_available(tier):
             self._make_room_on_host(gift.victim, len(fresh))
@@ -359,13 +364,18 @@ class Displacement:
         has_lost = gift is not None and gift.cost.mode is PreemptionMode.RECOMPUTE
         if has_lost or victim.request_id in self.dropped:
             computed = min(computed, len(table) * self._block_size)
-        tiers = self._tiers_of(victim, gift, content)
-        bound_to = next(iter(tiers)) if len(tiers) == 1 else None
-        num_copied = sum(1 for block in content if bound_to is None or not self._is_copied(bound_to, block))
         free, disk_room = self._draft.num_parked_available(Tier.HOST), self._disk_room()
-        movable = self._num_movable(victim) if num_copied > free else 0
-        if len(tiers) > 1:  # its KV would lie on two tiers
-            free = movable = disk_room = 0
+        bound_to = self._own_tier(victim, gift)
+        if bound_to is None and any(self._is_copied(tier, block) for tier in Tier for block in content):
+            on_host = self._num_to_copy(Tier.HOST, content)  # where its blocks are copied already, if the rest fits
+            bound_to = Tier.HOST if on_host <= free else Tier.DISK
+        num_copied = self._num_to_copy(bound_to, content)
+        movable = self._num_movable(victim) if num_copied > free and bound_to is not Tier.DISK else 0
+        num_moved = max(num_copied - free, 0) if movable else 0
+        own = self._num_own_movable(victim) if bound_to is Tier.HOST and num_copied > free + movable else 0
+        if own and own + self._num_to_copy(Tier.DISK, content) <= disk_room:
+            bound_to, num_moved, disk_room = Tier.DISK, own, disk_room - own
+            num_copied = self._num_to_copy(Tier.DISK, content)
         return Giving(
             num_blocks=len(table) - num_kept,
             num_computed_tokens=computed,
@@ -374,22 +384,25 @@ class Displacement:
             is_untouched=self._is_untouched(victim),
             host_room=free + movable,
             disk_room=disk_room,
-            num_moved_blocks=max(num_copied - free, 0) if movable else 0,
+            num_moved_blocks=num_moved,
             bound_to=bound_to,
             is_awaited=self._config.overlapped_copies and beneficiary is not None,
         )
 
-    def _tiers_of(self, victim: Request, gift: _Gift | None, content: BlockTable) -> set[Tier]:
-        """Return the tiers on which a part of a victim's KV is parked, or will be by this plan."""
-        parked, name = self._kv.parked.get(victim.request_id), victim.request_id
-        tiers = {tier for tier in Tier for block in content if self._is_copied(tier, block)} if self._copied else set()
-        if any(move.request_id == name for move in self.moves):
-            tiers.add(Tier.DISK)
-        elif parked is not None and name not in self.dropped:
-            tiers.add(parked.tier)
-        if gift is not None and gift.cost.mode is PreemptionMode.SWAP and gift.cost.tier is not None:
-            tiers.add(gift.cost.tier)
-        return tiers
+    def _num_to_copy(self, tier: Tier | None, content: BlockTable) -> int:
+        """Blocks that a swap to a tier would copy; without a tier: to any, none is there already."""
+        if tier is None or not self._copied:
+            return len(content)
+        return sum(1 for block in content if not self._is_copied(tier, block))
+
+    def _own_tier(self, victim: Request, gift: _Gift | None) -> Tier | None:
+        """Return the tier on which a part of a victim's KV is parked, or will be by this plan; None: nothing is."""
+        if gift is not None and gift.cost.mode is PreemptionMode.SWAP:
+            return gift.cost.tier
+        if any(move.request_id == victim.request_id for move in self.moves):
+            return Tier.DISK
+        parked = self._kv.parked.get(victim.request_id)
+        return parked.tier if parked is not None and victim.request_id not in self.dropped else None
 
     def _cost_of(self, giving: Giving, wanted: PreemptionChoice) -> PreemptionCost:
         return choose_mode(giving, self._state.costs, wanted, block_size=self._block_size)
@@ -436,15 +449,30 @@ class Displacement:
         for request in self._lower_parked(victim):
             if self._draft.num_parked_available(Tier.HOST) >= num_blocks:
                 return
-            blocks = cast("tuple[HostBlockId, ...]", self._kv.parked[request.request_id].blocks)
+            blocks = self._kv.parked[request.request_id].blocks
             if len(blocks) <= self._disk_room():
-                target = cast("tuple[DiskBlockId, ...]", self._draft.take_parked(Tier.DISK, len(blocks)))
-                self.moves.append(TierMove(next(self._next_copy_id), request.request_id, blocks, target))
+                self._move_on(request.request_id)
             elif request.rank[0] > victim.rank[0]:
                 self.dropped.append(request.request_id)
-            else:
-                continue
-            self._draft.free_parked(Tier.HOST, blocks)
+                self._draft.free_parked(Tier.HOST, blocks)
+
+    def _num_own_movable(self, victim: Request) -> int:
+        """Host blocks of a victim's earlier tail that could move to the disk, so that the next tail follows them."""
+        parked = self._kv.parked.get(victim.request_id)
+        if parked is None or parked.tier is not Tier.HOST or self._is_moved_on(victim.request_id):
+            return 0
+        gift = self._gifts.get(victim.request_id)
+        if gift is not None and gift.copied:  # a part of this plan is on its way to the host already
+            return 0
+        blocks = cast("tuple[HostBlockId, ...]", parked.blocks)
+        return 0 if any(self._kv.host.references(block) > 1 for block in blocks) else len(blocks)
+
+    def _move_on(self, request_id: RequestId) -> None:
+        """Let the parked KV of a request move from the host to the disk."""
+        blocks = cast("tuple[HostBlockId, ...]", self._kv.parked[request_id].blocks)
+        target = cast("tuple[DiskBlockId, ...]", self._draft.take_parked(Tier.DISK, len(blocks)))
+        self.moves.append(TierMove(next(self._next_copy_id), request_id, blocks, target))
+        self._draft.free_parked(Tier.HOST, blocks)
 
     # The result
 
@@ -462,6 +490,7 @@ class Displacement:
                 whole=gift.whole,
                 is_resident=gift.is_resident,
                 is_for_its_class=gift.is_for_its_class,
+                has_paid=_has_paid(gift),
             )
             for gift in self._gifts.values()
         )
@@ -478,6 +507,15 @@ class Displacement:
                     cast("ParkedTable", tuple(gift.copied.values())),
                     gift.cost.tier or Tier.HOST,
                 )
+
+
+def _has_paid(gift: _Gift) -> bool:
+    """Whether, with what it drops now, a victim has lost its own length to its class."""
+    victim, giving = gift.victim, gift.giving
+    lost = 0
+    if gift.is_for_its_class and gift.cost.mode is PreemptionMode.RECOMPUTE:
+        lost = giving.num_computed_tokens - giving.num_kept_tokens
+    return victim.has_paid or (lost > 0 and victim.num_lost_in_class + lost >= victim.num_known_tokens)
 
 
 def _seconds(cost: PreemptionCost) -> float:

@@ -51,6 +51,7 @@ class DeferralReason(Enum):
     NO_TOKENS = "no_tokens"  # the token budget of the step went to more urgent work
     NO_SEAT = "no_seat"  # every seat is taken by work that it may not displace
     COPY_IN_FLIGHT = "copy_in_flight"  # its own copy, or the copy that frees its room, is under way
+    NO_ROOM_TO_STAY = "no_room_to_stay"  # it has paid and comes back for good; others like it may need all of the pool
     PROMPT_IN_PROGRESS = "prompt_in_progress"  # another answer to its prompt is computing the KV that both will share
     GIVES_WAY = "gives_way"  # more of what it had kept, or its place on the host, is taken in this very step
     FORCED_OUT = "forced_out"  # told to give way in this very step
@@ -69,7 +70,7 @@ class Giving:
     is_untouched: bool  # it has computed nothing of its own, and keeps nothing
     host_room: int  # host blocks that are free for it, or would be
     disk_room: int
-    num_moved_blocks: int = 0  # of the host room, blocks that must be copied to the disk first
+    num_moved_blocks: int = 0  # blocks that must go from the host to the disk first: of others, or an earlier tail
     bound_to: Tier | None = None  # a part of it is parked there already
     is_awaited: bool = False  # its beneficiary has to wait until a copy out has ended
 
@@ -99,6 +100,7 @@ class Preemption:
     whole: PreemptionCost | None = None  # what giving up everything would have cost; None: it does
     is_resident: bool = True  # it had a seat
     is_for_its_class: bool = False  # among those who profit is one of its own class
+    has_paid: bool = False  # with this it has lost its own length to its class
 
     @property
     def mode(self) -> PreemptionMode:

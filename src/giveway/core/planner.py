@@ -31,7 +31,7 @@ from giveway.core.plan import (
     StepPlan,
     SwapIn,
 )
-from giveway.core.request import Request, RequestState
+from giveway.core.request import Request, RequestState, blocks_to_finish
 from giveway.core.state import SchedulerState
 
 
@@ -67,6 +67,7 @@ class _Walk:
         # The fewest blocks that a newcomer lacked in vain: those further down may displace nobody whom it could not.
         self.refused_blocks: int | None = None
         self.has_deferred_newcomer = False
+        self.left_over = 0  # blocks that a growth freed beyond its need: they are for newcomers further up
         self.is_room_spoken_for = False  # what is free is not for guests: a better-ranked one fits but for the headroom
         self.has_prefill = False
         self.seated: list[tuple[Request, int]] = []  # newcomers seated by this plan, and the blocks of each
@@ -158,7 +159,7 @@ class _Walk:
                 self._defer(request, reason, lacking_blocks=1)
                 return None
             if self.has_deferred_newcomer:  # what is freed beyond this block is theirs: they are asked first next time
-                self.newcomers_open = False
+                self.left_over = self.draft.num_available - 1
         table = table + self.draft.take(1)
         self.growths.append(Growth(request.request_id, table))
         return table
@@ -180,6 +181,9 @@ class _Walk:
         if self._is_prompt_in_progress(request):
             self._defer(request, DeferralReason.PROMPT_IN_PROGRESS)
             return
+        if request.has_paid and not self._has_room_to_stay(request):
+            self._defer(request, DeferralReason.NO_ROOM_TO_STAY)
+            return
         reason, lacking_blocks = self._place_newcomer(request)
         if reason is not None:
             self._defer(request, reason, lacking_blocks)
@@ -200,7 +204,7 @@ class _Walk:
         kept = self.room.kept_by(request.request_id)
         hits = self._find_hits(request, kept)
         num_new = max(blocks_for(request.slots_needed, self.block_size) - len(kept) - len(hits), 0)
-        room = 0 if self.is_room_spoken_for else self.draft.num_available
+        room = 0 if self.is_room_spoken_for else max(self.draft.num_available - self.left_over, 0)
         lacking_blocks = num_new + self.draft.num_unreferenced(hits) - room
         fits = lacking_blocks <= 0
         lacking_seats = 1 - self.room.seats_left
@@ -243,6 +247,19 @@ class _Walk:
             computed = min(len(request.spec.prompt_token_ids), request.num_known_tokens - 1)
         self.admissions.append(Admission(request.request_id, hits, new, is_guest, computed, fork))
         self._give_prefill(request, computed, kept + hits + new)
+
+    def _has_room_to_stay(self, request: Request) -> bool:
+        """Whether all of its class who have paid could grow to their end side by side, this newcomer with them.
+
+        None of them may displace another, so otherwise all could come to stand still, each lacking a block.
+        """
+        peers = [request, *self.residents, *(seated for seated, _ in self.seated)]
+        needed = sum(
+            blocks_to_finish(peer.spec, self.block_size)
+            for peer in peers
+            if peer.has_paid and peer.rank[0] == request.rank[0] and peer.request_id not in self.gone
+        )
+        return needed <= self.kv.device.size
 
     def _why_hopeless(self, request: Request, lacking_blocks: int, lacking_seats: int) -> DeferralReason | None:
         """Say why a newcomer that lacks something must wait, if that can be told without counting blocks."""

@@ -94,6 +94,14 @@ Rank = tuple[int, int]
 """(class, arrival number): smaller goes first. The number is unique, so no two requests ever compare equal."""
 
 
+_PAID = 1 << 48  # more than there will ever be arrivals
+
+
+def paid_rank(rank: Rank) -> Rank:
+    """Return the rank of a request that has paid: at the head of its class, in order of arrival among its like."""
+    return (rank[0], rank[1] - _PAID)
+
+
 class Request:
     """Progress of one request. Read by everybody, written by `Scheduler` through the methods below."""
 
@@ -132,8 +140,7 @@ class Request:
         self.num_prompt_logprobs = 0  # prompt positions already reported
         self.num_preemptions = 0  # un-admissions are not counted: nothing was taken
         self.num_lost_in_class = 0  # computed tokens that were dropped for others of its own class
-        # Its class has cost it its own length once: from now on it gives way to other classes only. It is admitted with
-        # all the blocks that it can ever need, so it never waits for one itself.
+        # Its class has cost it its own length: from now on it goes first in it, and gives way to other classes only.
         self.has_paid = False
         self.num_output_at_resume: int | None = None  # output tokens when it was resumed last; None: it never was
         self.num_admissions = 0
@@ -153,7 +160,7 @@ class Request:
     @property
     def slots_needed(self) -> int:
         """Slots that its admission or resume takes."""
-        return self.spec.max_slots if self.has_paid else slots_to_admit(self.spec, self.num_known_tokens)
+        return slots_to_admit(self.spec, self.num_known_tokens)
 
     def is_settling(self, settle_tokens: int) -> bool:
         """Whether it was resumed and has not emitted so many tokens since."""
@@ -185,10 +192,11 @@ class Request:
         self._move(_PREEMPTED if self.output_token_ids else _WAITING)
         self._lose_kv(0)
 
-    def preempt(self, *, num_kept_tokens: int = 0, is_for_its_class: bool = False) -> None:
+    def preempt(self, *, num_kept_tokens: int = 0, is_for_its_class: bool = False, has_paid: bool = False) -> None:
         """Lose the KV behind the first `num_kept_tokens`; it is computed again later.
 
-        is_for_its_class: the beneficiary is of the same class, whose claims on it are limited.
+        is_for_its_class: the beneficiary is of the same class, whose claims on it are limited. has_paid: with this the
+        limit is reached; the rank changes, so the request must be in no container.
         """
         if self.state is _RUNNING:
             self.num_preemptions += 1
@@ -196,7 +204,9 @@ class Request:
             self._move(_PREEMPTED)
         if is_for_its_class:
             self.num_lost_in_class += max(self.num_computed_tokens - num_kept_tokens, 0)
-            self.has_paid = self.has_paid or self.num_lost_in_class >= self.num_known_tokens
+        if has_paid and not self.has_paid:
+            self.has_paid = True
+            self.rank = paid_rank(self.rank)
         self._lose_kv(num_kept_tokens)
 
     def begin_swap_out(self) -> None:

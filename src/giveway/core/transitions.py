@@ -58,7 +58,9 @@ class Transitions:
         if preemption.mode is PreemptionMode.RECOMPUTE:
             kv.drop_parked(request.request_id)
         request.preempt(
-            num_kept_tokens=preemption.num_kept * self._block_size, is_for_its_class=preemption.is_for_its_class
+            num_kept_tokens=preemption.num_kept * self._block_size,
+            is_for_its_class=preemption.is_for_its_class,
+            has_paid=preemption.has_paid,
         )
 
     def drop_resident(self, request: Request, now_s: float) -> Preempted:

@@ -19,6 +19,7 @@ class UnservedReason(Enum):
     NO_TOKENS = DeferralReason.NO_TOKENS.value
     NO_SEAT = DeferralReason.NO_SEAT.value
     COPY_IN_FLIGHT = DeferralReason.COPY_IN_FLIGHT.value
+    NO_ROOM_TO_STAY = DeferralReason.NO_ROOM_TO_STAY.value
     PROMPT_IN_PROGRESS = DeferralReason.PROMPT_IN_PROGRESS.value
     GIVES_WAY = DeferralReason.GIVES_WAY.value
     FORCED_OUT = DeferralReason.FORCED_OUT.value

@@ -232,6 +232,8 @@ def _preemption(part: Line) -> Preemption:
         num_kept=part.count("kept_blocks"),
         whole=None if part.plain("whole") is None else _cost(part.part("whole")),
         is_resident=part.truth("resident"),
+        is_for_its_class=part.truth("for_its_class"),
+        has_paid=part.truth("paid"),
     )
 
 

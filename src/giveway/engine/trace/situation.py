@@ -10,7 +10,7 @@ from giveway.core.ids import RequestId
 from giveway.core.kv_cache import CopyDirection, Tier
 from giveway.core.plan import Preemption, PreemptionMode
 from giveway.core.policy import aged_class, num_aging_spans, rank_of
-from giveway.core.request import NEWCOMER_STATES, Rank, RequestState
+from giveway.core.request import NEWCOMER_STATES, Rank, RequestState, paid_rank
 from giveway.engine.trace.content import TracedCopy, TracedRequest, TracedStep
 
 
@@ -25,6 +25,7 @@ class Standing:
     tier: Tier | None = None  # where KV is parked, or on its way to
     preemption: Preemption | None = None  # how it gave way, until it is back on a seat
     preempted_in: int | None = None  # step id of that
+    has_paid: bool = False  # it has lost its own length to its class, and goes first in it
 
     @property
     def is_newcomer(self) -> bool:
@@ -46,7 +47,8 @@ class Situation:
         priority = request.priority
         if aging_s is not None and self._config.policy is SchedulingPolicy.PRIORITY:
             priority = aged_class(priority, num_aging_spans(request.arrival_s, now_s, aging_s))
-        return rank_of(priority, request.number, self._config.policy)
+        rank = rank_of(priority, request.number, self._config.policy)
+        return paid_rank(rank) if standing.has_paid else rank
 
     def begin(self, step: TracedStep) -> None:
         """Take in what happened before the plan was made. Raises ConfigError for what cannot have happened."""
@@ -116,6 +118,7 @@ class Situation:
     def _preempt(self, preemption: Preemption, step_id: int | None) -> None:
         standing = self._find(preemption.victim)
         standing.preemption, standing.preempted_in = preemption, step_id
+        standing.has_paid = standing.has_paid or preemption.has_paid
         standing.num_kept_blocks = preemption.num_kept
         if preemption.mode is PreemptionMode.SWAP:
             standing.state, standing.tier = RequestState.SWAPPING_OUT, preemption.cost.tier

@@ -16,6 +16,7 @@ _MEANINGS = {
     UnservedReason.NO_TOKENS: "the token budget of the step went to others",
     UnservedReason.NO_SEAT: "every seat is taken by work that it may not displace",
     UnservedReason.COPY_IN_FLIGHT: "its own KV is being copied",
+    UnservedReason.NO_ROOM_TO_STAY: "comes back only to stay, and others of its class who do may need all of the pool",
     UnservedReason.PROMPT_IN_PROGRESS: "another answer to its prompt computes the KV that both will share",
     UnservedReason.GIVES_WAY: "gives up what it had kept",
     UnservedReason.FORCED_OUT: "told to give way",

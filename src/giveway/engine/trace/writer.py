@@ -333,6 +333,8 @@ def _preemption(preemption: Preemption) -> dict[str, Any]:
         "victim": preemption.victim,
         "beneficiary": preemption.beneficiary,
         "resident": preemption.is_resident,
+        "for_its_class": preemption.is_for_its_class,
+        "paid": preemption.has_paid,
         "kept_blocks": preemption.num_kept,
         "wanted": preemption.wanted.value,
         "cost": _cost(preemption.cost),
