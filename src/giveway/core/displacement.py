@@ -62,7 +62,9 @@ class Displacement:
         self.dropped: list[RequestId] = []
         self._kept: dict[RequestId, BlockTable] = {}  # changed by this plan
         self._gifts: dict[RequestId, _Gift] = {}
-        self._copied: dict[tuple[Tier, DeviceBlockId], int] = {}  # where the copies of this plan put a block
+        # Where the copies of this plan put a block, for others who give it up too. Empty with overlap: there the copy
+        # that one relied on might end after one's own.
+        self._copied: dict[Tier, dict[DeviceBlockId, int]] = {tier: {} for tier in Tier}
 
     # What others want to know
 
@@ -251,6 +253,8 @@ class Displacement:
 
     def _num_shared(self, table: BlockTable) -> int:
         """Count leading blocks up to the last that somebody else holds too."""
+        if not self._draft.has_shared:
+            return 0
         count = len(table)
         while count and self._draft.references(table[count - 1]) < 2:
             count -= 1
@@ -258,7 +262,7 @@ class Displacement:
 
     def _num_shared_roughly(self, table: BlockTable) -> int:
         """Like `_num_shared`, by bisection: sharing starts at the head, with exceptions too rare to harm a sort."""
-        if not self._kv.device.num_shared:
+        if not self._draft.has_shared:
             return 0
         low, high = 0, len(table)
         while low < high:
@@ -314,7 +318,8 @@ class Displacement:
     def _cancel_swap(self, gift: _Gift) -> None:
         """A tail is not parked where it was to be, and those of others that shared blocks of it are dropped with it."""
         tier, places = gift.cost.tier or Tier.HOST, set(gift.copied.values())
-        self._copied = {key: place for key, place in self._copied.items() if key[0] is not tier or place not in places}
+        copied = self._copied[tier]
+        self._copied[tier] = {block: place for block, place in copied.items() if place not in places}
         self._draft.free_parked(tier, places)
         gift.parked, gift.copied, gift.cost = [], {}, _FREE
         for other in self._gifts.values():
@@ -336,22 +341,19 @@ class Displacement:
         tier = gift.cost.tier or Tier.HOST
         if tier is Tier.DISK and self._num_own_movable(gift.victim):
             self._move_on(gift.victim.request_id)
-        fresh = [block for block in content if not self._is_copied(tier, block)]
+        copied = self._copied[tier]
+        fresh = [block for block in content if block not in copied] if copied else list(content)
         if len(fresh) > self._draft.num_parked_available(tier):
             self._make_room_on_host(gift.victim, len(fresh))
         places = dict(zip(fresh, self._draft.take_parked(tier, len(fresh)), strict=True))
         gift.copied.update(places)
-        gift.parked[:0] = [places[block] if block in places else self._copied[tier, block] for block in content]
+        gift.parked[:0] = [places[block] if block in places else copied[block] for block in content]
         if self._config.overlapped_copies:
             self._draft.promise(cast("BlockTable", tuple(fresh)))
             self._draft.release(table[gift.num_kept + len(content) :])
         else:
-            self._copied.update({(tier, block): place for block, place in places.items()})
+            copied.update(places)
             self._draft.release(tail)
-
-    def _is_copied(self, tier: Tier, block: DeviceBlockId) -> bool:
-        """Whether a copy of this plan has put a block on a tier. Not with overlap: that copy may end after others."""
-        return not self._config.overlapped_copies and (tier, block) in self._copied
 
     def _num_filled(self, victim: Request, table: BlockTable) -> int:
         """Leading blocks of a table that hold KV. Behind those of one who gave up a tail by swap, more is parked."""
@@ -366,7 +368,9 @@ class Displacement:
             computed = min(computed, len(table) * self._block_size)
         free, disk_room = self._draft.num_parked_available(Tier.HOST), self._disk_room()
         bound_to = self._own_tier(victim, gift)
-        if bound_to is None and any(self._is_copied(tier, block) for tier in Tier for block in content):
+        if bound_to is None and any(
+            not copied.keys().isdisjoint(content) for copied in self._copied.values() if copied
+        ):
             on_host = self._num_to_copy(Tier.HOST, content)  # where its blocks are copied already, if the rest fits
             bound_to = Tier.HOST if on_host <= free else Tier.DISK
         num_copied = self._num_to_copy(bound_to, content)
@@ -391,9 +395,8 @@ class Displacement:
 
     def _num_to_copy(self, tier: Tier | None, content: BlockTable) -> int:
         """Blocks that a swap to a tier would copy; without a tier: to any, none is there already."""
-        if tier is None or not self._copied:
-            return len(content)
-        return sum(1 for block in content if not self._is_copied(tier, block))
+        copied = self._copied[tier] if tier is not None else None
+        return sum(1 for block in content if block not in copied) if copied else len(content)
 
     def _own_tier(self, victim: Request, gift: _Gift | None) -> Tier | None:
         """Return the tier on which a part of a victim's KV is parked, or will be by this plan; None: nothing is."""

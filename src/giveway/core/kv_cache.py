@@ -32,6 +32,8 @@ class Tier(Enum):
     HOST = "host"
     DISK = "disk"
 
+    __hash__ = object.__hash__  # members are singletons; the hash that Enum has is slow
+
 
 class CopyDirection(Enum):
     """Which way a block copy goes."""
@@ -234,11 +236,16 @@ class KVCache:
         be; of these the copy writes its own, and others are shared, because a copy of the same plan writes them.
         """
         self._begin(copy)
-        table = self._leave(copy.request_id, num_kept)
-        read = set(copy.device_blocks)
-        if not read <= set(table[num_kept:]):
-            raise InvariantError(f"{copy.request_id}: the copy out does not read the request's own blocks")
-        self.device.release([block for block in table[num_kept:] if block not in read], now_s=self.now_s)
+        tail = self._leave(copy.request_id, num_kept)[num_kept:]
+        num_read = len(copy.device_blocks)
+        if tail[:num_read] == copy.device_blocks:
+            rest: Sequence[DeviceBlockId] = tail[num_read:]
+        else:  # some are copied for another
+            read = set(copy.device_blocks)
+            if not read <= set(tail):
+                raise InvariantError(f"{copy.request_id}: the copy out does not read the request's own blocks")
+            rest = [block for block in tail if block not in read]
+        self.device.release(rest, now_s=self.now_s)
         pool = self.pool_of(copy.tier)
         held = [block for block in parked if pool.references(block)]  # by another victim of the plan, begun earlier
         pool.take([block for block in parked if not pool.references(block)])

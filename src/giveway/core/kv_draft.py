@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import cast
 
 from giveway.core.errors import InvariantError
@@ -15,6 +15,7 @@ class KVDraft:
 
     __slots__ = (
         "_change",
+        "_has_shared",
         "_idle",
         "_kv",
         "_num_free_taken",
@@ -40,16 +41,24 @@ class KVDraft:
         self._revived: set[int] = set()  # idle blocks that a prefix hit of this plan shares
         self._overwritten: set[int] = set()  # findable blocks that this plan hands out: found no more
         self._change: dict[int, int] = {}  # references added or dropped by this plan, or by copies when they end
+        self._has_shared = False  # by this plan
         self._under_copy: set[DeviceBlockId] = set()  # cannot be taken before the copy has ended
         for copy in kv.live_copies():
             self.promise(copy.device_blocks)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether any block may have more than one owner; if not, nobody needs to look at blocks one by one."""
+        return self._has_shared or self._kv.device.num_shared > 0
 
     def references(self, block: DeviceBlockId) -> int:
         """Return how many will hold the block when this plan is carried out and all copies have ended."""
         return self._kv.device.references(block) + self._change.get(block, 0)
 
-    def num_unreferenced(self, blocks: Iterable[DeviceBlockId]) -> int:
+    def num_unreferenced(self, blocks: Sequence[DeviceBlockId]) -> int:
         """Count the blocks nobody holds: sharing them takes as much room as taking new ones."""
+        if not blocks:
+            return 0
         return sum(1 for block in blocks if not self.references(block))
 
     def take(self, count: int) -> BlockTable:
@@ -85,6 +94,7 @@ class KVDraft:
 
     def share(self, blocks: BlockTable) -> None:
         """Add a reference to prefix blocks."""
+        self._has_shared = self._has_shared or bool(blocks)
         for block in blocks:
             if not self.references(block):
                 if block in self._under_copy:  # it was to come back later, and now does not
