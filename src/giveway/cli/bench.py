@@ -135,7 +135,7 @@ def pace(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     from giveway.bench.pace import BACKGROUND_TOKENS, QUICK_BACKGROUND_TOKENS, bench_pace
 
     num_tokens = QUICK_BACKGROUND_TOKENS if quick else BACKGROUND_TOKENS
-    _show(bench_pace(options, num_arrivals=2 if quick else 10, background_tokens=num_tokens), json_file)
+    _show(bench_pace(options, num_arrivals=2 if quick else 4, background_tokens=num_tokens), json_file)
 
 
 def _show(report: Report, json_file: str | None) -> None:
