@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from giveway.build import build_engine
+    from giveway.core.config import PreemptionChoice
     from giveway.core.errors import GiveWayError, InvalidRequestError, KVCacheFullError
     from giveway.core.request import FinishReason
     from giveway.core.sampling import SamplingParams
@@ -34,6 +35,7 @@ _HOMES = {
     "GiveWayError": "giveway.core.errors",
     "InvalidRequestError": "giveway.core.errors",
     "KVCacheFullError": "giveway.core.errors",
+    "PreemptionChoice": "giveway.core.config",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "GiveWayError",
     "InvalidRequestError",
     "KVCacheFullError",
+    "PreemptionChoice",
     "RequestOutput",
     "RequestUpdate",
     "SamplingParams",

@@ -123,12 +123,13 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         defaults=Defaults(model.defaults.temperature, model.defaults.top_p, options.default_priority),
         seed=options.seed,
     )
+    disk = _disk_tier(options, cache, model)  # before tables of its blocks are made: it may be larger than any disk
     trace = None if options.trace is None else _open_trace(Path(options.trace), scheduler_config, cache)
     planner = plan_step if trace is None else trace.watch(plan_step)
     scheduler = Scheduler(scheduler_config, cache, costs, planner=planner)
     engine = Engine(
         scheduler,
-        ModelExecutor(model.backend, clock.now, SynchronousCopies(model.backend, _disk_tier(options, cache, model))),
+        ModelExecutor(model.backend, clock.now, SynchronousCopies(model.backend, disk)),
         model.tokenizer,
         intake,
         clock,

@@ -66,6 +66,16 @@ def test_every_line_is_answered_with_what_the_library_says(cli: Cli, tmp_path: P
     assert found[1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 5}
 
 
+def test_answers_and_trace_do_not_go_into_one_file(cli: Cli, ten: Path, tmp_path: Path) -> None:
+    out, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(out)  # which does not exist yet
+    for trace in (out, link):
+        result = cli("run", ten, "-o", out, *DRY, "--trace", trace)
+        assert result.code != 0
+        assert "answers and trace are to go into the same file" in result.err
+        assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -28,7 +28,7 @@ from giveway.core.errors import ConfigError
         ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "some seats would get no token"),
         ({"copy_timeout_s": 0.0}, "copy_timeout_s is 0"),
         ({"copy_timeout_s": float("nan")}, "copy_timeout_s is nan"),
-        ({"priority_aging_s": 0.0}, "priority_aging_s is 0.0; it must be above 0 seconds"),
+        ({"priority_aging_s": 0.0}, "priority_aging_s is 0.0; it must be above 0 and below 1e9 seconds"),
         ({"priority_aging_s": float("nan")}, "priority_aging_s is nan"),
         ({"target_step_s": -1.0}, "target_step_s is -1.0"),
         ({"target_step_s": float("inf")}, "target_step_s is inf"),

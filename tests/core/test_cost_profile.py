@@ -107,5 +107,5 @@ def test_a_profile_file_that_is_none_is_refused_by_name(change: dict[str, object
 
 def test_a_profile_file_from_before_the_disk_tier_says_what_it_lacks() -> None:
     old = {name: value for name, value in SHIPPED.as_dict().items() if "disk" not in name}
-    with pytest.raises(ConfigError, match="missing or unknown: slot_from_disk_s, slot_to_disk_s"):
+    with pytest.raises(ConfigError, match=r"cost profile: missing: slot_from_disk_s, slot_to_disk_s\. It holds"):
         CostProfile.from_dict(old)

@@ -496,3 +496,28 @@ def test_a_request_that_was_taken_back_in_a_step_that_broke_off_is_told_with_the
     assert results[gone].finish_reason is FinishReason.ABORT
     assert len(results[stays].token_ids) == 24
     assert engine.num_unfinished == 0
+
+
+def test_an_order_to_give_way_takes_the_name_of_a_choice_and_refuses_what_is_none() -> None:
+    built = dry()
+    name = built.engine.submit([1] * 4, GREEDY)
+    built.engine.step()
+    built.engine.give_way(name, "recompute")  # type: ignore[arg-type]
+    assert drain(built)[name].stats.preemptions == {PreemptionMode.RECOMPUTE: 1}
+    with pytest.raises(InvalidRequestError, match=r"choice is 'foo'; it must be one of auto, swap, recompute"):
+        built.engine.give_way(name, "foo")  # type: ignore[arg-type]
+
+
+def test_a_swap_file_larger_than_the_disk_is_refused_before_anything_is_made_for_it(tmp_path: Path) -> None:
+    # Goal: tables for so many blocks would take all memory.
+    with pytest.raises(ConfigError, match=r"the swap file needs .* are free"):
+        dry(swap_disk=1 << 62, swap_dir=str(tmp_path))
+
+
+def test_a_trace_that_another_engine_writes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    first = dry(trace=str(path))
+    with pytest.raises(ConfigError, match="another run writes its trace there"):
+        dry(trace=str(path))
+    first.engine.close()
+    dry(trace=str(path)).engine.close()

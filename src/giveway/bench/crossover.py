@@ -35,7 +35,7 @@ from giveway.runtime.model_executor import ModelExecutor
 BLOCK_SIZE = 16
 DRY_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 REAL_TOKENS = (64, 256, 1024, 4096)
-QUICK_TOKENS = (64, 512)
+QUICK_TOKENS = (64, 256)
 _BUDGET = 2048  # tokens a step, as by default
 _CHOICES = (PreemptionChoice.RECOMPUTE, PreemptionChoice.SWAP, PreemptionChoice.AUTO)
 _SMALLEST_VOCABULARY = 256  # prompts use ids that the dry run, the tiny and every real model have

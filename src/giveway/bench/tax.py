@@ -71,7 +71,7 @@ SCALED = Storm(30, 32, 24, block_size=4, num_seats=6)
 SCALED_QUICK = Storm(20, 16, 12, block_size=2, num_seats=4)
 
 POOL_SHARES = (1.0, 2800 / 4200, 1600 / 4200, 800 / 4200, 400 / 4200)
-QUICK_SHARES = (1.0, 400 / 4200)
+QUICK_SHARES = (400 / 4200,)
 
 # A published baseline drops a whole victim, finds nothing of it again and never swaps. `-tails` is the same order of
 # victims in an engine that is otherwise as it comes: a victim gives up what is lacking, and idle blocks may be found
@@ -86,6 +86,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "swap": {"preemption_mode": "swap"},
     "auto": {"preemption_mode": "auto"},
 }
+QUICK_POLICIES = ("newest-recompute", "least-work-recompute", "swap", "auto")
 ANY_POLICY = "any"  # nobody gave way, so the run is that of every policy
 
 

@@ -107,13 +107,21 @@ def memory(options: EngineOptions, quick: bool, json_file: str | None) -> None: 
 @command.command("tax")
 @_takes_report_options
 @takes_engine_options(only=("model", "device", "dtype", "num_threads", "cost_profile"))
-def tax(options: EngineOptions, quick: bool, json_file: str | None) -> None:
+def storm_tax(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Work done again when requests need ten times the KV pool: recomputing and swapping, dry and real."""
-    from giveway.bench.tax import FULL, POOL_SHARES, QUARTER, QUICK_SHARES, SCALED, SCALED_QUICK, bench_tax
+    from giveway.bench import tax
 
-    storm, scaled = (QUARTER, SCALED_QUICK) if quick else (FULL, SCALED)
-    shares = QUICK_SHARES if quick else POOL_SHARES
-    _show(bench_tax(options, storm=storm, scaled=scaled, shares=shares), json_file)
+    if quick:
+        report = tax.bench_tax(
+            options,
+            storm=tax.QUARTER,
+            scaled=tax.SCALED_QUICK,
+            shares=tax.QUICK_SHARES,
+            policies=tax.QUICK_POLICIES,
+        )
+    else:
+        report = tax.bench_tax(options)
+    _show(report, json_file)
 
 
 @command.command("crossover")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from array import array
@@ -72,6 +73,7 @@ def command(
         raise click.UsageError("--max-line-bytes must be at least 1.")
     if input_name != STDIN:
         _check_paths(Path(input_name), output)
+    _check_trace(options.trace, output)
     settings = RunSettings(sampling, priority_field, max_line_bytes, options.seed)
     with open_source(input_name) as source:
         return _answer(source, output, options, settings)
@@ -108,6 +110,12 @@ def _answer(source: LineSource, output: Path, options: EngineOptions, settings: 
 def _check_paths(input_path: Path, output: Path) -> None:
     if output.exists() and input_path.exists() and output.samefile(input_path):
         raise ConfigError(f"{output}: input and output are the same file. Name another with -o.")
+
+
+def _check_trace(trace: str | None, output: Path) -> None:
+    """The two may not exist yet, so their places are compared."""
+    if trace is not None and os.path.realpath(trace) == os.path.realpath(output):
+        raise ConfigError(f"{output}: answers and trace are to go into the same file. Name another with --trace.")
 
 
 def _survey(source: LineSource, max_line_bytes: int) -> tuple[array[int], array[int]]:

@@ -13,7 +13,8 @@ from typing import Any, BinaryIO, NoReturn
 from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import SamplingParams
 
-_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+# Log-probabilities are not written, so nobody may ask for them in vain.
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {"logprobs", "prompt_logprobs"}
 _OWN_FIELDS = frozenset({"prompt", "messages", "id", "custom_id", "cache_salt"})
 _PIECE_BYTES = 1 << 20
 

@@ -108,10 +108,13 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
                 "some seats would get no token in a step. Raise the first or lower the second."
             )
+        urgent = self.most_urgent_class
+        if urgent is not None and not MOST_URGENT_CLASS <= urgent <= LEAST_URGENT_CLASS:
+            raise ConfigError(f"the most urgent class is {urgent}; classes are 0 (most urgent) to 100")
         for name in ("priority_aging_s", "target_step_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
-                raise ConfigError(f"{name} is {value}; it must be above 0 seconds")
+                raise ConfigError(f"{name} is {value}; it must be above 0 and below 1e9 seconds")
         if not self.copy_timeout_s > 0:
             raise ConfigError(f"copy_timeout_s is {self.copy_timeout_s}; it must be above 0 seconds")
 

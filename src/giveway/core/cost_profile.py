@@ -86,8 +86,11 @@ class CostProfile:
         """Read a profile file's content. Raises ConfigError for a missing, unknown or impossible entry."""
         names = {field.name for field in fields(cls)}
         if values.keys() != names:
-            wrong = ", ".join(sorted(names ^ values.keys()))
-            raise ConfigError(f"cost profile: missing or unknown: {wrong}. It holds {', '.join(sorted(names))}.")
+            missing, unknown = (", ".join(sorted(each)) for each in (names - values.keys(), values.keys() - names))
+            wrong = "; ".join(
+                f"{what}: {which}" for what, which in (("missing", missing), ("unknown", unknown)) if which
+            )
+            raise ConfigError(f"cost profile: {wrong}. It holds {', '.join(sorted(names))}, in seconds.")
         return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks each value
 
 

@@ -146,8 +146,17 @@ class Engine:
             self._inbox.extend([Abort(each) for each in ids if each in self._tracked])
 
     def give_way(self, request_id: RequestId, choice: PreemptionChoice = PreemptionChoice.SWAP) -> None:
-        """Tell a running request to give way in the next step."""
-        self._inbox.append(GiveWay(request_id, choice))
+        """Tell a running request to give way in the next step; whoever is not running is left alone.
+
+        choice: what becomes of its KV; "swap", "recompute" or "auto" is as good. It comes back as soon as there is
+        room, so told so in every step it never gets anywhere. Raises InvalidRequestError for another choice.
+        """
+        try:
+            wanted = PreemptionChoice(choice)
+        except ValueError as error:
+            known = ", ".join(each.value for each in PreemptionChoice)
+            raise InvalidRequestError(f"choice is {choice!r}; it must be one of {known}") from error
+        self._inbox.append(GiveWay(request_id, wanted))
 
     @property
     def has_work(self) -> bool:

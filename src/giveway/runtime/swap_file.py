@@ -29,12 +29,15 @@ def make_swap_file(directory: Path, num_bytes: int, *, preallocate: bool = True)
     """Make a file of `num_bytes` bytes in `directory` and return its descriptor, open for reading and writing.
 
     Nobody but this user can open it, and it is gone once the descriptor is closed, also by kill -9. A missing directory
-    is made, for this user alone, and files that dead processes left there are removed. preallocate: reserve the room
-    now, so that a later write cannot fail for lack of it; a file system that cannot do that gets a sparse file.
+    is made, for this user alone, in one that exists; files that dead processes left there are removed. preallocate:
+    reserve the room now, so that a later write cannot fail for lack of it; a file system that cannot do that gets a
+    sparse file.
     Raises ConfigError if that does not work.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.exists() and not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        directory.mkdir(mode=0o700, exist_ok=True)  # not its parents: a mistyped mount point must not fill another disk
         remove_stale_files(directory)
         if preallocate:
             _check_room(directory, num_bytes)

@@ -6,8 +6,10 @@ to step: absent, they are those of the last line with a step. `costs` holds the 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from enum import Enum
@@ -298,14 +300,29 @@ class TraceWriter:
 def _open(path: Path) -> FileIO:
     start = b'{"' + FORMAT_NAME.encode() + b'":'
     try:
-        if path.is_file():  # a pipe or a terminal holds nothing that could be lost
-            with path.open("rb") as file:
-                found = file.read(len(start))
-            if found and found != start:
-                raise ConfigError(f"{path}: holds something that is not a trace. Name another file with --trace.")
+        if not path.exists() or path.is_file():  # a pipe or a terminal holds nothing that could be lost
+            return _take_over(path, start)
         return path.open("wb", buffering=0)
+    except BlockingIOError as error:
+        raise ConfigError(f"{path}: another run writes its trace there. Name another file with --trace.") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}. Name another file with --trace.") from error
+
+
+def _take_over(path: Path, start: bytes) -> FileIO:
+    """Open a file that is new, or an earlier trace, and keep others from writing into it as long as it is open."""
+    file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = file.read(len(start))
+        if found and found != start:
+            raise ConfigError(f"{path}: holds something that is not a trace. Name another file with --trace.")
+        file.truncate(0)
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _has_failed(plan: StepPlan, events: Sequence[StepEvent]) -> bool:
