@@ -178,6 +178,7 @@ class Lab:
             max_num_seqs=self._load.num_requests,
             max_num_batched_tokens=self._load.num_requests + 2 * self._load.prompt_tokens,
             policy=SchedulingPolicy.PRIORITY if priorities else SchedulingPolicy.NONE,
+            target_step_s=1e6,  # how long a prefill's chunks are is a matter of pace, and not of what deciding costs
             refine_costs=priorities and self._refine_costs,
         )
         planner = plan_step if priorities else plan_in_arrival_order
