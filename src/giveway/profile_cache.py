@@ -18,6 +18,7 @@ from pathlib import Path
 
 from giveway.core.cost_profile import CostProfile
 from giveway.core.errors import ConfigError, ModelFileError
+from giveway.processor import processor_model
 from giveway.runtime.json_file import parse_json_object
 
 MAX_FILE_BYTES = 64 << 10  # a profile takes a few hundred
@@ -112,13 +113,9 @@ def profile_key(
 
 
 def processor_kind() -> str:
-    """Return the model name of the processor, which all machines of its kind share; its architecture if unknown."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip() == "model name" and value.strip():
-                return f"{platform.machine()} {value.strip()}"
-    return platform.machine()
+    """Return the architecture and model name of the processor, which all machines of its kind share."""
+    model = processor_model()
+    return model if model == platform.machine() else f"{platform.machine()} {model}"
 
 
 def _file_name(key: str) -> str:

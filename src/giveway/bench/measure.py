@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from giveway.processor import processor_model
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -47,21 +49,13 @@ class Report:
 def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """Return the public kind of this machine: CPU model, cores, versions. Nothing that names the machine itself."""
     return {
-        "cpu": _cpu_model(cpuinfo),
+        "cpu": processor_model(cpuinfo),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
         "torch": _version("torch"),
         "giveway": _version("giveway"),
     }
-
-
-def _cpu_model(cpuinfo: Path) -> str:
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _version(package: str) -> str | None:

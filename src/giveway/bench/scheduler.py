@@ -10,11 +10,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from giveway.bench.instant_executor import InstantExecutor
 from giveway.bench.measure import Report
 from giveway.core.commands import Abort, GiveWay, Submit
 from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig
 from giveway.core.ids import RequestId
-from giveway.core.plan import StepOutcome, StepPlan
+from giveway.core.plan import StepPlan
 from giveway.core.request import Request, RequestSpec
 from giveway.core.sampling import SamplingParams
 from giveway.core.scheduler import Scheduler
@@ -55,6 +56,7 @@ class _Bench:
         )
         self._number = 0
         self._now_s = 0.0
+        self._executor = InstantExecutor()
 
     def submit(self, count: int, *, num_tokens: int = CONTEXT_TOKENS, priority: int = BACKGROUND) -> list[RequestId]:
         """Hand in requests whose lengths differ by one, so that an equal share of them grows in every step."""
@@ -74,19 +76,11 @@ class _Bench:
         started = time.perf_counter()
         plan = self.scheduler.plan()
         planned = time.perf_counter()
-        outcome = self._outcome(plan)
+        outcome = self._executor.execute(plan, self.scheduler.requests)
+        self._now_s = outcome.now_s
         executed = time.perf_counter()
         self.scheduler.commit(plan, outcome)
         return plan, planned - started, time.perf_counter() - executed
-
-    def _outcome(self, plan: StepPlan) -> StepOutcome:
-        self._now_s += 0.02
-        sampled = dict.fromkeys(plan.decodes.request_ids, 7)
-        sampled |= {chunk.request_id: 7 for chunk in plan.chunks if chunk.samples}
-        copies = [*plan.copies_out, *(swap_in.copy for swap_in in plan.swap_ins)]
-        return StepOutcome(
-            plan.step_id, self._now_s, sampled=sampled, finished_copies=tuple(copy.copy_id for copy in copies)
-        )
 
 
 def _step(running: int, waiting: int, num_rounds: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Displacement:
         self.seats_left = state.config.max_num_seqs - len(state.residents)
         self.gone: set[RequestId] = set()  # residents who give way in this plan
         self.placed: set[RequestId] = set()  # newcomers who got their seat in this plan, or are held room for
-        self.moves: list[TierMove] = []
+        self.moves: dict[RequestId, TierMove] = {}  # by whose KV it is
         self.dropped: list[RequestId] = []
         self._kept: dict[RequestId, BlockTable] = {}  # changed by this plan
         self._gifts: dict[RequestId, _Gift] = {}
@@ -152,7 +152,7 @@ class Displacement:
 
     def _is_moved_on(self, request_id: RequestId) -> bool:
         """Whether this plan takes its place on the host from parked KV."""
-        return request_id in self.dropped or any(move.request_id == request_id for move in self.moves)
+        return request_id in self.dropped or request_id in self.moves
 
     def _choose_victims(
         self, request: Request, lacking_blocks: int, lacking_seats: int, keep: BlockTable
@@ -186,7 +186,7 @@ class Displacement:
             return 0.0 if lacking_blocks < 1 else float("inf")
         num_kept = len(table) - useful if self._can_keep(victim) else shared
         cost = self._cost_of(self._facts(victim, table, num_kept, beneficiary=None), self._config.preemption_mode)
-        return _seconds(cost) / useful
+        return (cost.seconds or 0.0) / useful
 
     def _is_keeper(self, request: Request) -> bool:
         return request.state is not RequestState.RUNNING or request.request_id in self.gone
@@ -402,7 +402,7 @@ class Displacement:
         """Return the tier on which a part of a victim's KV is parked, or will be by this plan; None: nothing is."""
         if gift is not None and gift.cost.mode is PreemptionMode.SWAP:
             return gift.cost.tier
-        if any(move.request_id == victim.request_id for move in self.moves):
+        if victim.request_id in self.moves:
             return Tier.DISK
         parked = self._kv.parked.get(victim.request_id)
         return parked.tier if parked is not None and victim.request_id not in self.dropped else None
@@ -417,19 +417,20 @@ class Displacement:
 
         To the disk, or, of a strictly less urgent class, to nowhere. Blocks that several share stay where they are.
         """
-        kv = self._kv
-        names = [
-            name
-            for name, parked in kv.parked.items()
-            if parked.tier is Tier.HOST and name not in self.placed and name not in self._gifts
-        ]
+        names = [name for name in self._kv.parked if name not in self.placed and name not in self._gifts]
         for request in sorted((self._state.requests[name] for name in names), key=lambda r: r.rank, reverse=True):
             if request.rank <= victim.rank:
                 return
-            blocks = cast("tuple[HostBlockId, ...]", kv.parked[request.request_id].blocks)
-            if self._is_moved_on(request.request_id) or any(kv.host.references(block) > 1 for block in blocks):
-                continue
-            yield request
+            if self._own_on_host(request.request_id):
+                yield request
+
+    def _own_on_host(self, request_id: RequestId) -> tuple[HostBlockId, ...]:
+        """Return the host blocks of a request that can move on: none that others share, and not twice in a plan."""
+        parked = self._kv.parked.get(request_id)
+        if parked is None or parked.tier is not Tier.HOST or self._is_moved_on(request_id):
+            return ()
+        blocks = cast("tuple[HostBlockId, ...]", parked.blocks)
+        return () if any(self._kv.host.references(block) > 1 for block in blocks) else blocks
 
     def _num_movable(self, victim: Request) -> int:
         """Host blocks that would be free for a victim if those ranked below it moved on."""
@@ -461,20 +462,16 @@ class Displacement:
 
     def _num_own_movable(self, victim: Request) -> int:
         """Host blocks of a victim's earlier tail that could move to the disk, so that the next tail follows them."""
-        parked = self._kv.parked.get(victim.request_id)
-        if parked is None or parked.tier is not Tier.HOST or self._is_moved_on(victim.request_id):
-            return 0
         gift = self._gifts.get(victim.request_id)
         if gift is not None and gift.copied:  # a part of this plan is on its way to the host already
             return 0
-        blocks = cast("tuple[HostBlockId, ...]", parked.blocks)
-        return 0 if any(self._kv.host.references(block) > 1 for block in blocks) else len(blocks)
+        return len(self._own_on_host(victim.request_id))
 
     def _move_on(self, request_id: RequestId) -> None:
         """Let the parked KV of a request move from the host to the disk."""
-        blocks = cast("tuple[HostBlockId, ...]", self._kv.parked[request_id].blocks)
+        blocks = self._own_on_host(request_id)
         target = cast("tuple[DiskBlockId, ...]", self._draft.take_parked(Tier.DISK, len(blocks)))
-        self.moves.append(TierMove(next(self._next_copy_id), request_id, blocks, target))
+        self.moves[request_id] = TierMove(next(self._next_copy_id), request_id, blocks, target)
         self._draft.free_parked(Tier.HOST, blocks)
 
     # The result
@@ -519,13 +516,3 @@ def _has_paid(gift: _Gift) -> bool:
     if gift.is_for_its_class and gift.cost.mode is PreemptionMode.RECOMPUTE:
         lost = giving.num_computed_tokens - giving.num_kept_tokens
     return victim.has_paid or (lost > 0 and victim.num_lost_in_class + lost >= victim.num_known_tokens)
-
-
-def _seconds(cost: PreemptionCost) -> float:
-    """What the chosen way costs (s)."""
-    if cost.mode in (PreemptionMode.UN_ADMIT, PreemptionMode.PAUSE):
-        return 0.0
-    if cost.mode is PreemptionMode.RECOMPUTE:
-        return cost.recompute_s
-    price = cost.host_s if cost.tier is Tier.HOST else cost.disk_s
-    return 0.0 if price is None else price

@@ -85,6 +85,13 @@ class PreemptionCost:
     host_s: float | None
     disk_s: float | None
 
+    @property
+    def seconds(self) -> float | None:
+        """What the chosen way costs; leaving KV in place, and taking back what computed nothing, cost nothing."""
+        if self.mode is PreemptionMode.SWAP:
+            return self.disk_s if self.tier is Tier.DISK else self.host_s
+        return self.recompute_s if self.mode is PreemptionMode.RECOMPUTE else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Preemption:

@@ -31,7 +31,7 @@ from giveway.core.plan import (
     StepPlan,
     SwapIn,
 )
-from giveway.core.request import Request, RequestState, blocks_to_finish
+from giveway.core.request import Request, RequestState, blocks_to_finish, slots_to_admit
 from giveway.core.state import SchedulerState
 
 
@@ -203,7 +203,10 @@ class _Walk:
         """
         kept = self.room.kept_by(request.request_id)
         hits = self._find_hits(request, kept)
-        num_new = max(blocks_for(request.slots_needed, self.block_size) - len(kept) - len(hits), 0)
+        num_new = max(
+            blocks_for(slots_to_admit(request.spec, request.num_known_tokens), self.block_size) - len(kept) - len(hits),
+            0,
+        )
         room = 0 if self.is_room_spoken_for else max(self.draft.num_available - self.left_over, 0)
         lacking_blocks = num_new + self.draft.num_unreferenced(hits) - room
         fits = lacking_blocks <= 0
@@ -433,7 +436,7 @@ class _Walk:
             step_id=self.state.next_step_id,
             state_version=self.state.version,
             preemptions=self.room.preemptions(),
-            moves=tuple(self.room.moves),
+            moves=tuple(self.room.moves.values()),
             dropped=tuple(self.room.dropped),
             copies_out=tuple(self.room.copies_out()),
             swap_ins=tuple(self.swap_ins),
@@ -455,7 +458,7 @@ class _Walk:
         Residents first: a newcomer may be waiting for one of its own class, which it may not displace.
         """
         best = next(iter([*self.residents, *self.state.newcomers]))
-        needed = blocks_for(best.slots_needed, self.block_size)
+        needed = blocks_for(slots_to_admit(best.spec, best.num_known_tokens), self.block_size)
         pool = self.kv.device
         return GivenUp(
             best.request_id,

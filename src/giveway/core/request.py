@@ -157,11 +157,6 @@ class Request:
         """Tokens that this residency computed itself: zero means it can be un-admitted for free."""
         return self.num_computed_tokens - self.num_hit_tokens
 
-    @property
-    def slots_needed(self) -> int:
-        """Slots that its admission or resume takes."""
-        return slots_to_admit(self.spec, self.num_known_tokens)
-
     def is_settling(self, settle_tokens: int) -> bool:
         """Whether it was resumed and has not emitted so many tokens since."""
         start = self.num_output_at_resume

@@ -31,7 +31,7 @@ from giveway.core.kv_cache import CopyDirection, Tier
 from giveway.core.limits import check_limits
 from giveway.core.plan import ScheduledChunk, StepOutcome, StepPlan
 from giveway.core.planner import plan_step
-from giveway.core.policy import aged_class, rank_of
+from giveway.core.policy import aged_class, num_aging_spans, rank_of
 from giveway.core.request import FinishReason, Request, RequestSpec, RequestState
 from giveway.core.state import SchedulerState
 from giveway.core.transitions import Transitions, apply_preemptions
@@ -128,6 +128,7 @@ class Scheduler:
             request = state.requests.get(request_id)
             if request is None or request.spec.arrival_s + num_spans * aging_s != due_s:
                 continue  # it has ended, and another may bear its name
+            num_spans = num_aging_spans(request.spec.arrival_s, now_s, aging_s)
             group = aged_class(request.spec.priority, num_spans)
             has_changed = has_changed or group != request.rank[0]
             request.rank = (group, request.rank[1])

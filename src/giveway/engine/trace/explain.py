@@ -85,13 +85,6 @@ def way_of(cost: PreemptionCost) -> str:
     return _WAYS[cost.mode]
 
 
-def seconds_of(cost: PreemptionCost) -> float | None:
-    """Return what the chosen way costs."""
-    if cost.mode is PreemptionMode.SWAP:
-        return cost.disk_s if cost.tier is Tier.DISK else cost.host_s
-    return cost.recompute_s if cost.mode is PreemptionMode.RECOMPUTE else 0.0
-
-
 def alternatives_of(preemption: Preemption) -> tuple[Alternative, ...]:
     """Return every way in which a victim could give way, one of them chosen."""
     cost, whole = preemption.cost, preemption.whole
@@ -102,7 +95,7 @@ def alternatives_of(preemption: Preemption) -> tuple[Alternative, ...]:
         prices = {"recompute": cost.recompute_s, "swap to host": cost.host_s, "swap to disk": cost.disk_s}
     ways = [Alternative(way, seconds, way == chosen) for way, seconds in prices.items()]
     if whole is not None:
-        ways.append(Alternative(f"everything: {way_of(whole)}", seconds_of(whole), is_chosen=False))
+        ways.append(Alternative(f"everything: {way_of(whole)}", whole.seconds, is_chosen=False))
     return tuple(ways)
 
 
