@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from giveway.core.config import PreemptionChoice
 from giveway.core.cost_profile import CostProfile
-from giveway.core.kv_cache import CopyDirection, Tier
+from giveway.core.kv_cache import TIERS, CopyDirection, Tier
 from giveway.core.plan import Giving, PreemptionCost, PreemptionMode
 
 
@@ -19,7 +19,7 @@ def choose_mode(giving: Giving, profile: CostProfile, wanted: PreemptionChoice, 
     if giving.num_kept_tokens >= giving.num_computed_tokens:
         return PreemptionCost(PreemptionMode.PAUSE, None, 0.0, None, None)
     recompute_s = profile.recompute_s(giving.num_kept_tokens, giving.num_computed_tokens)
-    prices = {tier: _swap_s(giving, profile, tier, block_size) for tier in Tier}
+    prices = {tier: _swap_s(giving, profile, tier, block_size) for tier in TIERS}
     tier = _choose_tier(prices, wanted)
     price = None if tier is None else prices[tier]
     keeps = price is not None and (wanted is PreemptionChoice.SWAP or price < recompute_s)

@@ -13,7 +13,7 @@ from typing import cast
 from giveway.core.config import PreemptionChoice, VictimOrder, blocks_for
 from giveway.core.cost_model import choose_mode
 from giveway.core.ids import BlockTable, CopyId, DeviceBlockId, DiskBlockId, HostBlockId, RequestId
-from giveway.core.kv_cache import BlockCopy, CopyDirection, ParkedTable, Tier, TierMove
+from giveway.core.kv_cache import TIERS, BlockCopy, CopyDirection, ParkedTable, Tier, TierMove
 from giveway.core.kv_draft import KVDraft
 from giveway.core.plan import DeferralReason, Giving, Preemption, PreemptionCost, PreemptionMode
 from giveway.core.policy import choose_victims, in_victim_order, may_displace, may_take_kept
@@ -64,7 +64,7 @@ class Displacement:
         self._gifts: dict[RequestId, _Gift] = {}
         # Where the copies of this plan put a block, for others who give it up too. Empty with overlap: there the copy
         # that one relied on might end after one's own.
-        self._copied: dict[Tier, dict[DeviceBlockId, int]] = {tier: {} for tier in Tier}
+        self._copied: dict[Tier, dict[DeviceBlockId, int]] = {tier: {} for tier in TIERS}
 
     # What others want to know
 

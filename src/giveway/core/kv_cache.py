@@ -35,6 +35,9 @@ class Tier(Enum):
     __hash__ = object.__hash__  # members are singletons; the hash that Enum has is slow
 
 
+TIERS = tuple(Tier)  # the nearest first; a plan asks often enough for the class itself to be slow to walk through
+
+
 class CopyDirection(Enum):
     """Which way a block copy goes."""
 
@@ -257,13 +260,11 @@ class KVCache:
             parked = cast("ParkedTable", (*parked, *before.blocks))
         self._arriving[copy.copy_id] = Parked(copy.tier, parked)
 
-    def begin_copy_in(
-        self, copy: BlockCopy, *, hits: BlockTable, new: BlockTable, priority: int = 0, num_published: int = 0
-    ) -> None:
+    def begin_copy_in(self, copy: BlockCopy, *, hits: BlockTable, new: BlockTable, priority: int = 0) -> None:
         """Start a copy back; the request gets its table, and whatever is parked and need not be copied is let go."""
         self._begin(copy)
         self.pool_of(copy.tier).share(copy.parked_blocks)
-        self.admit(copy.request_id, hits=hits, new=new, priority=priority, num_published=num_published)
+        self.admit(copy.request_id, hits=hits, new=new, priority=priority)
         self.device.share(copy.device_blocks, priority=priority)
 
     def _begin(self, copy: BlockCopy) -> None:
@@ -330,7 +331,7 @@ class KVCache:
             if len(set(table)) != len(table):
                 raise InvariantError(f"a block is twice in one table: {table}")
             held.update(table)
-        parked_in: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
+        parked_in: dict[Tier, Counter[int]] = {tier: Counter() for tier in TIERS}
         for parked in (*self.parked.values(), *self._arriving.values()):
             parked_in[parked.tier].update(parked.blocks)
         for copy in self.copies.values():

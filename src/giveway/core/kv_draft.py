@@ -7,7 +7,7 @@ from typing import cast
 
 from giveway.core.errors import InvariantError
 from giveway.core.ids import BlockTable, DeviceBlockId, RequestId
-from giveway.core.kv_cache import KVCache, ParkedTable, Tier
+from giveway.core.kv_cache import TIERS, KVCache, ParkedTable, Tier
 
 
 class KVDraft:
@@ -34,8 +34,8 @@ class KVDraft:
         self.num_available = kv.device.num_available  # device blocks this plan may still take
         self.num_promised = 0  # device blocks that come back when a copy ends: under way, or begun by this plan
         self._num_free_taken = 0
-        self._parked_taken = dict.fromkeys(Tier, 0)  # of the free blocks of each tier
-        self._parked_free: dict[Tier, list[int]] = {tier: [] for tier in Tier}  # given back within this plan
+        self._parked_taken = dict.fromkeys(TIERS, 0)  # of the free blocks of each tier
+        self._parked_free: dict[Tier, list[int]] = {tier: [] for tier in TIERS}  # given back within this plan
         self._idle: Iterator[int] | None = None
         self._released: dict[DeviceBlockId, None] = {}  # by victims of this plan, last owner gone
         self._revived: set[int] = set()  # idle blocks that a prefix hit of this plan shares
@@ -147,16 +147,13 @@ class KVDraft:
             raise InvariantError(f"the plan parks {count} blocks on the {tier.value}, which lacks room")
         blocks = list(self._kv.pool_of(tier).peek_free(self._parked_taken[tier], count))
         self._parked_taken[tier] += len(blocks)
-        again, self._parked_free[tier] = _split(self._parked_free[tier], count - len(blocks))
-        return cast("ParkedTable", (*blocks, *again))
+        num_again, again = count - len(blocks), self._parked_free[tier]
+        self._parked_free[tier] = again[num_again:]
+        return cast("ParkedTable", (*blocks, *again[:num_again]))
 
     def free_parked(self, tier: Tier, blocks: Iterable[int]) -> None:
         """Count blocks as free again: their content moves on, is dropped, or will not be parked after all."""
         self._parked_free[tier].extend(blocks)
-
-
-def _split(blocks: list[int], count: int) -> tuple[list[int], list[int]]:
-    return blocks[:count], blocks[count:]
 
 
 class DraftFreedBlocks:

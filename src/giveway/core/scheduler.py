@@ -34,7 +34,7 @@ from giveway.core.planner import plan_step
 from giveway.core.policy import aged_class, num_aging_spans, rank_of
 from giveway.core.request import FinishReason, Request, RequestSpec, RequestState
 from giveway.core.state import SchedulerState
-from giveway.core.transitions import Transitions, apply_preemptions
+from giveway.core.transitions import Transitions
 
 
 class Scheduler:
@@ -182,7 +182,7 @@ class Scheduler:
         for request_id, hits in seated:  # before their owners give way
             if hits:
                 state.kv.hold_hits(hits, state.requests[request_id].rank[0])
-        apply_preemptions(transitions, plan, outcome, events)
+        transitions.give_all(plan, outcome, events)
         transitions.end_copies(plan.copies_out, outcome, events)
         events += [transitions.admit(admission, now_s) for admission in plan.admissions]
         events += [transitions.begin_swap_in(swap_in, now_s) for swap_in in plan.swap_ins]

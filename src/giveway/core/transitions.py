@@ -25,6 +25,16 @@ class Transitions:
 
     # Giving way
 
+    def give_all(self, plan: StepPlan, outcome: StepOutcome, events: list[StepEvent]) -> None:
+        """Carry out what a plan takes away: parked KV moves on first, so that others find its place free."""
+        now_s = outcome.now_s
+        events += [self.move(move, now_s, succeeded=move.copy_id in outcome.finished_copies) for move in plan.moves]
+        for request_id in plan.dropped:
+            self.drop_parked(request_id)
+            events.append(ParkedMoved(request_id, now_s, 0, None))
+        copies = {copy.request_id: copy for copy in plan.copies_out}
+        events += [self.give_way(preemption, copies.get(preemption.victim), now_s) for preemption in plan.preemptions]
+
     def give_way(self, preemption: Preemption, copy: BlockCopy | None, now_s: float) -> StepEvent:
         """Take from a request what a plan says. copy: with a swap, what carries its KV off the device."""
         state, request = self._state, self._state.requests[preemption.victim]
@@ -283,18 +293,3 @@ class Transitions:
             branches.remove(request)
             if not branches:
                 del self._state.branches[first]
-
-
-def apply_preemptions(transitions: Transitions, plan: StepPlan, outcome: StepOutcome, events: list[StepEvent]) -> None:
-    """Carry out what a plan takes away: parked KV moves on first, so that others find its place free."""
-    events += [
-        transitions.move(move, outcome.now_s, succeeded=move.copy_id in outcome.finished_copies) for move in plan.moves
-    ]
-    for request_id in plan.dropped:
-        transitions.drop_parked(request_id)
-        events.append(ParkedMoved(request_id, outcome.now_s, 0, None))
-    copies = {copy.request_id: copy for copy in plan.copies_out}
-    events += [
-        transitions.give_way(preemption, copies.get(preemption.victim), outcome.now_s)
-        for preemption in plan.preemptions
-    ]
