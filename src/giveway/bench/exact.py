@@ -21,7 +21,13 @@ def bench_exact(options: EngineOptions, *, num_rounds: int = 5, num_steps: int =
     engines = {
         exact: build_on(
             load_model(replace(options, exact=exact)),
-            replace(options, exact=exact, num_kv_blocks=_num_blocks(options, num_steps), swap_space=0),
+            replace(
+                options,
+                exact=exact,
+                num_kv_blocks=_num_blocks(options, num_steps),
+                swap_space=0,
+                enable_prefix_caching=False,  # the same prompts come in every round, and are to be computed
+            ),
         )
         for exact in (True, False)
     }

@@ -48,11 +48,19 @@ def bench_scheduler(*, num_rounds: int = 200) -> Report:
 class _Bench:
     """A scheduler in steady decode, driven by hand."""
 
-    def __init__(self, *, seats: int, num_blocks: int, num_host_blocks: int, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        seats: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_new_tokens: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
         self._max_new_tokens = max_new_tokens  # of every request
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=1 << 20, max_model_len=1 << 20),
-            CacheConfig(num_blocks, num_host_blocks, BLOCK_SIZE),
+            CacheConfig(num_blocks, num_host_blocks, BLOCK_SIZE, enable_prefix_caching),
         )
         self._number = 0
         self._now_s = 0.0
@@ -63,7 +71,7 @@ class _Bench:
         names = []
         for _ in range(count):
             names.append(RequestId(f"r{self._number}"))
-            prompt = (1,) * (num_tokens + self._number % BLOCK_SIZE)
+            prompt = (self._number, *(1,) * (num_tokens + self._number % BLOCK_SIZE - 1))  # shared with nobody
             spec = RequestSpec(names[-1], prompt, self._max_new_tokens, priority, sampling=_GREEDY)
             self.scheduler.check_request(spec)
             self.scheduler.accept([Submit(spec)], 0.0)
@@ -140,7 +148,13 @@ def _abort(bench: _Bench, request_id: RequestId) -> None:
 
 def _whole_path(num_blocks: int, num_rounds: int) -> list[dict[str, Any]]:
     """Plan + commit of a forced swap out, and of the swap in that follows, of a request that owns `num_blocks`."""
-    bench = _Bench(seats=1, num_blocks=num_blocks, num_host_blocks=num_blocks, max_new_tokens=2)
+    bench = _Bench(
+        seats=1,
+        num_blocks=num_blocks,
+        num_host_blocks=num_blocks,
+        max_new_tokens=2,
+        enable_prefix_caching=False,  # all of its blocks are to be copied back: none is found on the device
+    )
     (name,) = bench.submit(1, num_tokens=num_blocks * BLOCK_SIZE - 2)
     bench.step()
     out_s, in_s = [], []
