@@ -1,0 +1,101 @@
+// The kernels of one instruction set as a table of functions. Every set computes the same numbers, to the bit, but for
+// avx512_bf16 with Compute::bf16, whose dot instruction adds in another order.
+//
+// A row of any result depends on that row of the input only. All functions are called by one thread for its share of the
+// work and use no memory but what they are given. They run between enter() and leave(), which set how denormal numbers are
+// treated (flushed, as AMX does always) and load the tile configuration where there is one.
+#pragma once
+
+#include "types.h"
+
+namespace giveway {
+
+enum class Gate : int { silu = 0, gelu = 1 };  // gelu: the tanh form
+
+enum class Epilogue : int {
+  store = 0,  // out = product + bias
+  add = 1,    // out = out + (product + bias)
+  gate = 2,   // panels 2j and 2j + 1 are gate and up of the same outputs: out = activation(gate) * up, as activations
+};
+
+struct MatmulArgs {
+  const void* x = nullptr;  // activations [num_rows (buffer: padded to row_multiple)][x_stride]
+  int64_t x_stride = 0;     // elements
+  int64_t num_rows = 0;
+  const Panels* weights = nullptr;
+  int64_t first_panel = 0;  // this call's share, [first_panel, last_panel); for Epilogue::gate both even
+  int64_t last_panel = 0;
+  Compute compute = Compute::f32;
+  Epilogue epilogue = Epilogue::store;
+  Gate gate = Gate::silu;
+  const float* bias = nullptr;  // [16 * panels] or null; not with Epilogue::gate
+  void* out = nullptr;          // float32 [num_rows][out_stride]; for Epilogue::gate activations, column 16 * (panel / 2)
+  int64_t out_stride = 0;       // elements. Columns up to 16 * last_panel are written, also beyond num_outputs
+  std::byte* scratch = nullptr;  // matmul_scratch_bytes, 64-byte aligned, this thread's own
+};
+
+struct AttentionArgs {
+  const void* queries = nullptr;  // activations [rows][query_stride]: rotated heads of head_size, one after another
+  int64_t query_stride = 0;
+  void* out = nullptr;  // activations [rows][out_stride], same order of heads
+  int64_t out_stride = 0;
+  int64_t first_row = 0;  // rows of this call: consecutive positions of one request
+  int64_t num_rows = 0;
+  int64_t start = 0;               // position of the first row
+  const int32_t* table = nullptr;  // block ids of the request, from position 0
+  int64_t num_pool_blocks = 0;     // for the check of ids in debug builds
+  const std::byte* pool = nullptr;
+  KvLayout layout;
+  int64_t layer = 0;
+  int64_t kv_head = 0;
+  int64_t group_size = 1;  // query heads of this KV head: kv_head * group_size and the following
+  float scale = 1.0f;      // of the scores
+  int64_t window = 0;      // a query sees this many positions, itself included; 0: all
+  float soft_cap = 0.0f;   // scores become soft_cap * tanh(score / soft_cap); 0: they do not
+  std::byte* scratch = nullptr;  // attention_scratch_bytes, 64-byte aligned
+};
+
+// Rotates query and key heads of one row and writes queries as activations, keys and values into the pool.
+struct RotateArgs {
+  const float* qkv = nullptr;  // [q heads][k heads][v heads] of head_size, one row
+  int64_t num_heads = 0;
+  const float* cosine = nullptr;  // [head_size / 2] of this row's position; element i turns with i + head_size / 2
+  const float* sine = nullptr;
+  const float* query_norm = nullptr;  // [head_size], RMSNorm of every head before it is turned; null: none
+  const float* key_norm = nullptr;
+  float norm_eps = 0.0f;
+  void* queries = nullptr;  // activations [num_heads * head_size] of this row
+  std::byte* pool = nullptr;
+  KvLayout layout;
+  int64_t layer = 0;
+  int64_t block = 0;         // block id and offset of this row's position
+  int64_t offset = 0;
+  bool clears_rest = false;  // the last row of its chunk: V of the later positions of its panel becomes zero
+};
+
+struct Kernels {
+  const char* name;
+  bool packs_bf16;        // with Compute::bf16 activations are stored as 2-byte bfloat16; else as float32, rounded
+  int64_t row_multiple;   // buffers of activations have a multiple of this many rows
+  uint32_t (*enter)();    // returns what leave() needs; once per thread and step
+  void (*leave)(uint32_t state);
+  int64_t (*matmul_scratch_bytes)(int64_t num_inputs);
+  int64_t (*attention_scratch_bytes)(const KvLayout& layout, int64_t group_size);
+  void (*matmul)(const MatmulArgs& args);
+  void (*attention)(const AttentionArgs& args);
+  void (*rotate)(const RotateArgs& args);
+  // out = row / sqrt(mean of squares + eps) * weight, as activations; beyond `size` up to activation_stride(size): zeros.
+  void (*rms_norm)(const float* row, const float* weight, int64_t size, float eps, Compute compute, void* out);
+  // One row of a packed matrix (outputs are tokens) as float32 [num_inputs].
+  void (*embed)(const Panels& table, int64_t token, float* out);
+  // Stores float32 values as activations; for tests and for whatever computes outside these kernels.
+  void (*to_activations)(const float* values, int64_t size, Compute compute, void* out);
+};
+
+extern const Kernels kernels_scalar;
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_bf16;
+extern const Kernels kernels_amx;
+
+}  // namespace giveway

@@ -1,0 +1,172 @@
+#include "panels.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace giveway {
+
+AlignedBuffer::AlignedBuffer(int64_t num_bytes) : size_(num_bytes) {
+  if (num_bytes == 0) return;
+  // Huge pages where the system has them: a matrix is read through once a step, and small pages cost a look-up each.
+  constexpr int64_t kHugePage = int64_t{1} << 21;
+  const int64_t alignment = num_bytes >= kHugePage ? kHugePage : 64;
+  const int64_t rounded = (num_bytes + alignment - 1) / alignment * alignment;
+  data_ = static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(rounded)));
+  if (data_ == nullptr) throw std::bad_alloc();
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  if (alignment == kHugePage) madvise(data_, static_cast<size_t>(rounded), MADV_HUGEPAGE);
+#endif
+  std::memset(data_, 0, static_cast<size_t>(num_bytes));
+}
+
+AlignedBuffer& AlignedBuffer::operator=(AlignedBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+AlignedBuffer::~AlignedBuffer() { std::free(data_); }
+
+namespace {
+
+struct SourceFormat {
+  int64_t elements, bytes;  // of a block
+};
+
+SourceFormat format_of(Source source) {
+  switch (source) {
+    case Source::f32: return {1, 4};
+    case Source::f16:
+    case Source::bf16: return {1, 2};
+    case Source::q8_0: return {32, 34};
+    case Source::q4_0: return {32, 18};
+    case Source::q4_1: return {32, 20};
+  }
+  throw std::invalid_argument("unknown source encoding");
+}
+
+template <typename T>
+T read(const uint8_t* at) {
+  T value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+float float_of_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Element `index` of a stored row, float32. Block formats: the formulas of their sources, every product exact.
+float element(Source source, const uint8_t* row, int64_t index) {
+  const SourceFormat format = format_of(source);
+  const uint8_t* block = row + index / format.elements * format.bytes;
+  const int64_t at = index % format.elements;
+  const auto nibble = [&](const uint8_t* packed) { return static_cast<float>(at < 16 ? packed[at] & 15 : packed[at - 16] >> 4); };
+  switch (source) {
+    case Source::f32: return read<float>(block);
+    case Source::f16: return half_to_float(read<uint16_t>(block));
+    case Source::bf16: return float_of_bits(static_cast<uint32_t>(read<uint16_t>(block)) << 16);
+    case Source::q8_0: return half_to_float(read<uint16_t>(block)) * static_cast<float>(static_cast<int8_t>(block[2 + at]));
+    case Source::q4_0: return half_to_float(read<uint16_t>(block)) * (nibble(block + 2) - 8.0f);
+    case Source::q4_1: return half_to_float(read<uint16_t>(block)) * nibble(block + 4) + half_to_float(read<uint16_t>(block + 2));
+  }
+  return 0;
+}
+
+// Nibbles of a ggml block (low: elements 0 to 15, high: 16 to 31) to those of a panel (low: even, high: odd).
+void pack_nibbles(const uint8_t* packed, std::byte* block, int64_t column) {
+  const auto nibble = [&](int at) { return at < 16 ? packed[at] & 15 : packed[at - 16] >> 4; };
+  for (int pair = 0; pair < 16; ++pair)
+    block[pair * kPanelColumns + column] = static_cast<std::byte>(nibble(2 * pair) | nibble(2 * pair + 1) << 4);
+}
+
+void pack_half(const uint8_t* half, std::byte* halves, int64_t column) { std::memcpy(halves + 2 * column, half, 2); }
+
+}  // namespace
+
+uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits = std::isnan(value) ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t exponent = (half >> 10) & 31u, fraction = half & 1023u;
+  if (exponent == 31) return float_of_bits(sign | 0x7f800000u | (fraction ? 0x00400000u | fraction << 13 : 0u));
+  if (exponent != 0) return float_of_bits(sign | (exponent + 112u) << 23 | fraction << 13);
+  const float value = static_cast<float>(fraction) * 0x1p-24f;
+  return sign != 0 ? -value : value;
+}
+
+int64_t source_row_bytes(Source source, int64_t num_inputs) {
+  const SourceFormat format = format_of(source);
+  return num_inputs % format.elements != 0 ? -1 : num_inputs / format.elements * format.bytes;
+}
+
+Encoding encoding_of(Source source, Compute compute) {
+  switch (source) {
+    case Source::q8_0: return Encoding::q8_0;
+    case Source::q4_0: return Encoding::q4_0;
+    case Source::q4_1: return Encoding::q4_1;
+    case Source::bf16: return Encoding::bf16;  // every bfloat16 is a float32
+    default: return compute == Compute::bf16 ? Encoding::bf16 : Encoding::f32;
+  }
+}
+
+Matrix::Matrix(Encoding encoding, int64_t num_outputs, int64_t num_inputs) {
+  panels_ = {nullptr, encoding, num_outputs, num_inputs};
+  buffer_ = AlignedBuffer(panels_.bytes());
+  panels_.data = buffer_.data();
+}
+
+std::byte* Matrix::block(int64_t output, int64_t index) {
+  return buffer_.data() + output / kPanelColumns * panels_.panel_bytes() + index * panel_block_bytes(panels_.encoding);
+}
+
+void Matrix::pack_row(int64_t output, Source source, const uint8_t* row) {
+  const int64_t column = output % kPanelColumns;
+  const SourceFormat format = format_of(source);
+  for (int64_t index = 0; index < panels_.num_blocks(); ++index) {
+    std::byte* target = block(output, index);
+    const uint8_t* stored = row + index * format.bytes;  // of the block formats
+    switch (panels_.encoding) {
+      case Encoding::q8_0:
+        for (int k = 0; k < kBlockK; ++k) target[k * kPanelColumns + column] = static_cast<std::byte>(stored[2 + k]);
+        pack_half(stored, target + 512, column);
+        break;
+      case Encoding::q4_0:
+        pack_nibbles(stored + 2, target, column);
+        pack_half(stored, target + 256, column);
+        break;
+      case Encoding::q4_1:
+        pack_nibbles(stored + 4, target, column);
+        pack_half(stored, target + 256, column);
+        pack_half(stored + 2, target + 288, column);
+        break;
+      default:
+        for (int64_t k = index * kBlockK; k < std::min((index + 1) * int64_t{kBlockK}, panels_.num_inputs); ++k) {
+          const float value = element(source, row, k);
+          const int64_t at = k % kBlockK;
+          if (panels_.encoding == Encoding::f32) {
+            std::memcpy(target + (at * kPanelColumns + column) * 4, &value, 4);
+          } else {
+            const uint16_t rounded = to_bf16(value);
+            std::memcpy(target + ((at / 2 * kPanelColumns + column) * 2 + at % 2) * 2, &rounded, 2);
+          }
+        }
+    }
+  }
+}
+
+}  // namespace giveway

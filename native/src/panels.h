@@ -1,0 +1,61 @@
+// Weights as they come from a file, packed into panels once when a model is loaded.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+
+#include "types.h"
+
+namespace giveway {
+
+// Memory aligned to 64 bytes, zeroed, given back with the object.
+class AlignedBuffer {
+ public:
+  AlignedBuffer() = default;
+  explicit AlignedBuffer(int64_t num_bytes);
+  AlignedBuffer(AlignedBuffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr, other.size_ = 0; }
+  AlignedBuffer& operator=(AlignedBuffer&& other) noexcept;
+  AlignedBuffer(const AlignedBuffer&) = delete;
+  AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+  ~AlignedBuffer();
+
+  std::byte* data() const { return data_; }
+  int64_t size() const { return size_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// How a tensor is stored in a file; the block formats are those of ggml (giveway/runtime/weights/dequantize.py).
+enum class Source : int { f32, f16, bf16, q8_0, q4_0, q4_1 };
+
+// Bytes of one stored row of `num_inputs` elements; -1 where they do not fill whole blocks.
+int64_t source_row_bytes(Source source, int64_t num_inputs);
+
+// The encoding in which a tensor is kept: its own where possible, else what the compute type multiplies.
+Encoding encoding_of(Source source, Compute compute);
+
+// A packed matrix that owns its memory.
+class Matrix {
+ public:
+  Matrix(Encoding encoding, int64_t num_outputs, int64_t num_inputs);
+
+  // Packs one stored row as output `output`. The source must be one that encoding_of gives this matrix's encoding for, or
+  // any source when the encoding is f32 or bf16.
+  void pack_row(int64_t output, Source source, const uint8_t* row);
+
+  const Panels& panels() const { return panels_; }
+
+ private:
+  std::byte* block(int64_t output, int64_t index);
+
+  AlignedBuffer buffer_;
+  Panels panels_;
+};
+
+uint16_t to_bf16(float value);  // nearest, ties to even
+float half_to_float(uint16_t half);
+
+}  // namespace giveway

@@ -1,0 +1,313 @@
+// Sixteen float lanes, the unit of everything vectorised here: one register of AVX-512, two of AVX2, an array elsewhere.
+// The operations round alike on each, so a kernel written on them gives the same bits on every instruction set.
+//
+// Included only by kernels_*.cpp, each compiled for its own set. Everything lies in a namespace named after the set and is
+// inlined: code compiled for AVX-512 must never be what the linker picks for another set.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "types.h"
+
+#if defined(GIVEWAY_X86)
+#include <immintrin.h>
+#endif
+
+#define GW_INLINE [[gnu::always_inline]] static inline
+
+namespace giveway::GW_SET {
+
+#if defined(__AVX512F__)
+
+struct v16 {
+  __m512 lanes;
+};
+
+GW_INLINE v16 zero() { return {_mm512_setzero_ps()}; }
+GW_INLINE v16 broadcast(float value) { return {_mm512_set1_ps(value)}; }
+GW_INLINE v16 load(const float* at) { return {_mm512_loadu_ps(at)}; }
+GW_INLINE void store(float* at, v16 x) { _mm512_storeu_ps(at, x.lanes); }
+GW_INLINE v16 add(v16 a, v16 b) { return {_mm512_add_ps(a.lanes, b.lanes)}; }
+GW_INLINE v16 sub(v16 a, v16 b) { return {_mm512_sub_ps(a.lanes, b.lanes)}; }
+GW_INLINE v16 mul(v16 a, v16 b) { return {_mm512_mul_ps(a.lanes, b.lanes)}; }
+GW_INLINE v16 div(v16 a, v16 b) { return {_mm512_div_ps(a.lanes, b.lanes)}; }
+GW_INLINE v16 fma(v16 a, v16 b, v16 c) { return {_mm512_fmadd_ps(a.lanes, b.lanes, c.lanes)}; }
+GW_INLINE v16 max(v16 a, v16 b) { return {_mm512_max_ps(a.lanes, b.lanes)}; }  // b where either is NaN
+GW_INLINE v16 min(v16 a, v16 b) { return {_mm512_min_ps(a.lanes, b.lanes)}; }
+// a in the first `count` lanes (0 to 16), b in the others.
+GW_INLINE v16 first_lanes(int count, v16 a, v16 b) {
+  return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << count) - 1u), b.lanes, a.lanes)};
+}
+GW_INLINE v16 round_to_integer(v16 a) { return {_mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// 2 to the power of `exponent`, whole numbers from -126 to 127.
+GW_INLINE v16 power_of_two(v16 exponent) {
+  const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(exponent.lanes), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+}
+
+// The 16-bit floats of 16 pairs, as 32-bit lanes: first = even elements.
+struct v16_pair {
+  v16 even, odd;
+};
+GW_INLINE v16_pair load_bf16_pairs(const uint16_t* at) {
+  const __m512i pairs = _mm512_loadu_si512(at);
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))},
+          {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}};
+}
+GW_INLINE v16 load_bf16(const uint16_t* at) {
+  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+GW_INLINE v16 load_f16(const uint16_t* at) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)))};
+}
+GW_INLINE v16 load_i8(const int8_t* at) {
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw))};
+}
+GW_INLINE v16_pair load_nibbles(const uint8_t* at) {  // even = low nibbles
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  return {{_mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)))},
+          {_mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4))}};
+}
+// Rounded to the nearest bfloat16, ties to even; NaN stays NaN.
+GW_INLINE v16 round_bf16(v16 a) {
+  const __m512i bits = _mm512_castps_si512(a.lanes);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), lsb);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.lanes, a.lanes, _CMP_UNORD_Q);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
+  const __m512i chosen = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
+  return {_mm512_castsi512_ps(_mm512_and_si512(chosen, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+// Values that round_bf16 gave, as 16-bit floats.
+GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
+  const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(rounded.lanes), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16(high));
+}
+
+#elif defined(__AVX2__)
+
+struct v16 {
+  __m256 low, high;
+};
+
+GW_INLINE v16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+GW_INLINE v16 broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+GW_INLINE v16 load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+GW_INLINE void store(float* at, v16 x) {
+  _mm256_storeu_ps(at, x.low);
+  _mm256_storeu_ps(at + 8, x.high);
+}
+GW_INLINE v16 add(v16 a, v16 b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+GW_INLINE v16 sub(v16 a, v16 b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+GW_INLINE v16 mul(v16 a, v16 b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+GW_INLINE v16 div(v16 a, v16 b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+GW_INLINE v16 fma(v16 a, v16 b, v16 c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+GW_INLINE v16 max(v16 a, v16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+GW_INLINE v16 min(v16 a, v16 b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+GW_INLINE v16 first_lanes(int count, v16 a, v16 b) {
+  const __m256i counts = _mm256_set1_epi32(count);
+  const __m256i low = _mm256_cmpgt_epi32(counts, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i high = _mm256_cmpgt_epi32(counts, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15));
+  return {_mm256_blendv_ps(b.low, a.low, _mm256_castsi256_ps(low)),
+          _mm256_blendv_ps(b.high, a.high, _mm256_castsi256_ps(high))};
+}
+GW_INLINE v16 round_to_integer(v16 a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.low, kNearest), _mm256_round_ps(a.high, kNearest)};
+}
+GW_INLINE v16 power_of_two(v16 exponent) {
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256i low = _mm256_add_epi32(_mm256_cvtps_epi32(exponent.low), bias);
+  const __m256i high = _mm256_add_epi32(_mm256_cvtps_epi32(exponent.high), bias);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(low, 23)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 23))};
+}
+
+struct v16_pair {
+  v16 even, odd;
+};
+GW_INLINE v16_pair load_bf16_pairs(const uint16_t* at) {
+  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 16));
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(low, mask)), _mm256_castsi256_ps(_mm256_and_si256(high, mask))}};
+}
+GW_INLINE __m256 widen_bf16(const uint16_t* at) {
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+}
+GW_INLINE v16 load_bf16(const uint16_t* at) { return {widen_bf16(at), widen_bf16(at + 8)}; }
+GW_INLINE v16 load_f16(const uint16_t* at) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 8)))};
+}
+GW_INLINE v16 load_i8(const int8_t* at) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)))),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at + 8))))};
+}
+GW_INLINE v16_pair load_nibbles(const uint8_t* at) {
+  const __m256i low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  const __m256i high = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at + 8)));
+  const __m256i mask = _mm256_set1_epi32(15);
+  return {{_mm256_cvtepi32_ps(_mm256_and_si256(low, mask)), _mm256_cvtepi32_ps(_mm256_and_si256(high, mask))},
+          {_mm256_cvtepi32_ps(_mm256_srli_epi32(low, 4)), _mm256_cvtepi32_ps(_mm256_srli_epi32(high, 4))}};
+}
+GW_INLINE __m256 round_half_bf16(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), lsb);
+  const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+  const __m256i chosen = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan));
+  return _mm256_castsi256_ps(_mm256_and_si256(chosen, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+GW_INLINE v16 round_bf16(v16 a) { return {round_half_bf16(a.low), round_half_bf16(a.high)}; }
+GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(rounded.low), 16);
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(rounded.high), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), packed);
+}
+
+#else
+
+struct v16 {
+  float lanes[kLanes];
+};
+
+GW_INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+GW_INLINE float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+template <typename Function>
+GW_INLINE v16 each(Function function) {
+  v16 result;
+  for (int lane = 0; lane < kLanes; ++lane) result.lanes[lane] = function(lane);
+  return result;
+}
+GW_INLINE v16 broadcast(float value) {
+  return each([=](int) { return value; });
+}
+GW_INLINE v16 zero() { return broadcast(0.0f); }
+GW_INLINE v16 load(const float* at) {
+  return each([=](int i) { return at[i]; });
+}
+GW_INLINE void store(float* at, v16 x) { std::memcpy(at, x.lanes, sizeof x.lanes); }
+GW_INLINE v16 add(v16 a, v16 b) {
+  return each([&](int i) { return a.lanes[i] + b.lanes[i]; });
+}
+GW_INLINE v16 sub(v16 a, v16 b) {
+  return each([&](int i) { return a.lanes[i] - b.lanes[i]; });
+}
+GW_INLINE v16 mul(v16 a, v16 b) {
+  return each([&](int i) { return a.lanes[i] * b.lanes[i]; });
+}
+GW_INLINE v16 div(v16 a, v16 b) {
+  return each([&](int i) { return a.lanes[i] / b.lanes[i]; });
+}
+GW_INLINE v16 fma(v16 a, v16 b, v16 c) {
+  return each([&](int i) { return std::fma(a.lanes[i], b.lanes[i], c.lanes[i]); });
+}
+GW_INLINE v16 max(v16 a, v16 b) {
+  return each([&](int i) { return a.lanes[i] > b.lanes[i] ? a.lanes[i] : b.lanes[i]; });
+}
+GW_INLINE v16 min(v16 a, v16 b) {
+  return each([&](int i) { return a.lanes[i] < b.lanes[i] ? a.lanes[i] : b.lanes[i]; });
+}
+GW_INLINE v16 first_lanes(int count, v16 a, v16 b) {
+  return each([&](int i) { return i < count ? a.lanes[i] : b.lanes[i]; });
+}
+GW_INLINE v16 round_to_integer(v16 a) {
+  return each([&](int i) { return std::nearbyint(a.lanes[i]); });
+}
+GW_INLINE v16 power_of_two(v16 exponent) {
+  return each([&](int i) { return float_of(static_cast<uint32_t>(static_cast<int>(exponent.lanes[i]) + 127) << 23); });
+}
+
+struct v16_pair {
+  v16 even, odd;
+};
+GW_INLINE v16_pair load_bf16_pairs(const uint16_t* at) {
+  return {each([=](int i) { return float_of(static_cast<uint32_t>(at[2 * i]) << 16); }),
+          each([=](int i) { return float_of(static_cast<uint32_t>(at[2 * i + 1]) << 16); })};
+}
+GW_INLINE v16 load_bf16(const uint16_t* at) {
+  return each([=](int i) { return float_of(static_cast<uint32_t>(at[i]) << 16); });
+}
+GW_INLINE float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t exponent = (half >> 10) & 31u, fraction = half & 1023u;
+  if (exponent == 31) return float_of(sign | 0x7f800000u | (fraction ? 0x00400000u | fraction << 13 : 0u));
+  if (exponent) return float_of(sign | (exponent + 112u) << 23 | fraction << 13);
+  const float value = static_cast<float>(fraction) * 0x1p-24f;
+  return sign ? -value : value;
+}
+GW_INLINE v16 load_f16(const uint16_t* at) {
+  return each([=](int i) { return half_to_float(at[i]); });
+}
+GW_INLINE v16 load_i8(const int8_t* at) {
+  return each([=](int i) { return static_cast<float>(at[i]); });
+}
+GW_INLINE v16_pair load_nibbles(const uint8_t* at) {
+  return {each([=](int i) { return static_cast<float>(at[i] & 15); }), each([=](int i) { return static_cast<float>(at[i] >> 4); })};
+}
+GW_INLINE v16 round_bf16(v16 a) {
+  return each([&](int i) {
+    const uint32_t bits = bits_of(a.lanes[i]);
+    const uint32_t chosen = std::isnan(a.lanes[i]) ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+    return float_of(chosen & 0xffff0000u);
+  });
+}
+GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
+  for (int lane = 0; lane < kLanes; ++lane) at[lane] = static_cast<uint16_t>(bits_of(rounded.lanes[lane]) >> 16);
+}
+
+#endif
+
+// Sums and largest of the lanes, folded in halves: lane i with lane i + 8, then + 4, + 2, + 1.
+GW_INLINE float sum_of_lanes(v16 x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+GW_INLINE float largest_lane(v16 x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
+  return lanes[0];
+}
+
+// e to the power of x, for x <= 0 or moderate; 0 below -87. Range reduction by powers of two and a polynomial of degree 6
+// on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method of Cephes' expf (Moshier, 1989); the
+// coefficients are those of the Taylor series, which the short range makes good enough.
+GW_INLINE v16 exp(v16 x) {
+  const v16 clipped = max(min(x, broadcast(88.0f)), broadcast(-87.0f));
+  const v16 power = round_to_integer(mul(clipped, broadcast(1.44269504f)));
+  v16 rest = fma(power, broadcast(-0.693359375f), clipped);
+  rest = fma(power, broadcast(2.12194440e-4f), rest);
+  v16 sum = broadcast(1.0f / 720);
+  sum = fma(sum, rest, broadcast(1.0f / 120));
+  sum = fma(sum, rest, broadcast(1.0f / 24));
+  sum = fma(sum, rest, broadcast(1.0f / 6));
+  sum = fma(sum, rest, broadcast(0.5f));
+  sum = fma(sum, rest, broadcast(1.0f));
+  sum = fma(sum, rest, broadcast(1.0f));
+  return mul(sum, power_of_two(power));
+}
+
+}  // namespace giveway::GW_SET
