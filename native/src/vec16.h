@@ -17,7 +17,14 @@
 
 #define GW_INLINE [[gnu::always_inline]] static inline
 
+#if !defined(GW_PACKS_BF16)
+#define GW_PACKS_BF16 false
+#endif
+
 namespace giveway::GW_SET {
+
+// Whether this set stores activations of Compute::bf16 as 2-byte values, as its product instructions want them.
+inline constexpr bool kPacksBf16 = GW_PACKS_BF16;
 
 #if defined(__AVX512F__)
 

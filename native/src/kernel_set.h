@@ -1,0 +1,28 @@
+// All kernels of one instruction set, as the table that the rest of the library calls. Included by kernels_*.cpp only.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "floating_mode.h"
+#include "kernels.h"
+#include "matmul.h"
+
+namespace giveway::GW_SET {
+
+static constexpr Kernels make_kernels(const char* name, int64_t row_multiple = 1) {
+  return {name,
+          kPacksBf16,
+          row_multiple,
+          flush_denormals,
+          restore_mode,
+          matmul_scratch_bytes,
+          attention_scratch_bytes,
+          matmul,
+          attention,
+          rotate,
+          rms_norm,
+          embed,
+          to_activations};
+}
+
+}  // namespace giveway::GW_SET

@@ -1,0 +1,9 @@
+#define GW_SET amx
+#define GW_PACKS_BF16 true
+#include "kernel_set.h"
+
+namespace giveway {
+
+const Kernels kernels_amx = amx::make_kernels("amx", 16);
+
+}  // namespace giveway
