@@ -18,7 +18,7 @@
 
 namespace giveway::GW_SET {
 
-inline constexpr int64_t kTileRows = 48;       // query rows that share what is loaded of keys and values
+inline constexpr int64_t kQueryTileRows = 48;       // query rows that share what is loaded of keys and values
 inline constexpr int kPiecePanels = kPieceTokens / kKvPanel;
 inline constexpr float kUnseen = -3.0e38f;     // a score that no position has
 
@@ -36,7 +36,7 @@ struct AttentionTile {
   int64_t num_tokens() const { return num_rows / group_size; }
 };
 
-constexpr int64_t tile_tokens(int64_t group_size) { return group_size >= kTileRows ? 1 : kTileRows / group_size; }
+constexpr int64_t tile_tokens(int64_t group_size) { return group_size >= kQueryTileRows ? 1 : kQueryTileRows / group_size; }
 
 static int64_t attention_scratch_bytes(const KvLayout& layout, int64_t group_size) {
   const int64_t num_rows = tile_tokens(group_size) * group_size;
