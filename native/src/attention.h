@@ -44,10 +44,11 @@ static int64_t attention_scratch_bytes(const KvLayout& layout, int64_t group_siz
   return floats * static_cast<int64_t>(sizeof(float));
 }
 
-// Pairs of inputs of a panel of keys (inputs: dimensions, lanes: positions) or of values (positions, dimensions).
+// Walks through the pairs of inputs of a panel of keys (inputs: dimensions, lanes: positions) or of values (positions,
+// dimensions).
 template <Compute compute>
 struct PairsOfPanel {
-  const std::byte* data;
+  const std::byte* at;
   int64_t pair_bytes, odd_bytes;  // to the next pair; float32 only: from the even to the odd input
 
   GW_INLINE PairsOfPanel keys(const std::byte* panel) {
@@ -58,26 +59,33 @@ struct PairsOfPanel {
     const int64_t row = head_size * 4;
     return {panel + first_dimension * 4, compute == Compute::f32 ? 2 * row : row, row};
   }
-  [[gnu::always_inline]] inline v16_pair pair(int64_t index) const {
-    const std::byte* at = data + index * pair_bytes;
-    if constexpr (compute == Compute::bf16) {
-      return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at));
-    } else {
-      return {load(reinterpret_cast<const float*>(at)), load(reinterpret_cast<const float*>(at + odd_bytes))};
-    }
+  [[gnu::always_inline]] inline v16 even() const {
+    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at)).even;
+    return load(reinterpret_cast<const float*>(at));
+  }
+  [[gnu::always_inline]] inline v16 odd() const {
+    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at)).odd;
+    return load(reinterpret_cast<const float*>(at + odd_bytes));
   }
 };
 
+// Keeps the compiler from loading what comes after before what comes before is done: with the lanes of both halves of a
+// pair at once, AVX2 has too few registers for the sums of three rows.
+GW_INLINE void loads_stay_here() { __asm__ volatile("" ::: "memory"); }
+
 // One block of products of `rows` rows: total + (even + odd).
 template <int rows, int num_pairs, Compute compute>
-GW_INLINE void add_block(const float* x, int64_t x_stride, const PairsOfPanel<compute>& panel, v16 (&totals)[rows]) {
+GW_INLINE void add_block(const float* x, int64_t x_stride, PairsOfPanel<compute> panel, v16 (&totals)[rows]) {
   v16 even[rows], odd[rows];
   for (int row = 0; row < rows; ++row) even[row] = odd[row] = zero();
-#pragma GCC unroll 2
   for (int pair = 0; pair < num_pairs; ++pair) {
-    const v16_pair lanes = panel.pair(pair);
-    for (int row = 0; row < rows; ++row) even[row] = fma(broadcast(x[row * x_stride + 2 * pair]), lanes.even, even[row]);
-    for (int row = 0; row < rows; ++row) odd[row] = fma(broadcast(x[row * x_stride + 2 * pair + 1]), lanes.odd, odd[row]);
+    v16 lanes = panel.even();
+    for (int row = 0; row < rows; ++row) even[row] = fma(broadcast(x[row * x_stride + 2 * pair]), lanes, even[row]);
+    loads_stay_here();
+    lanes = panel.odd();
+    for (int row = 0; row < rows; ++row) odd[row] = fma(broadcast(x[row * x_stride + 2 * pair + 1]), lanes, odd[row]);
+    loads_stay_here();
+    panel.at += panel.pair_bytes;
   }
   for (int row = 0; row < rows; ++row) totals[row] = add(totals[row], add(even[row], odd[row]));
 }
@@ -90,7 +98,7 @@ GW_INLINE void score_panel(const AttentionTile& tile, int64_t row, const std::by
   auto panel = PairsOfPanel<compute>::keys(keys);
   const float* queries = tile.queries + row * tile.head_size;
   int64_t d = 0;
-  for (; d + kBlockK <= tile.head_size; d += kBlockK, panel.data += kBlockK / 2 * panel.pair_bytes)
+  for (; d + kBlockK <= tile.head_size; d += kBlockK, panel.at += kBlockK / 2 * panel.pair_bytes)
     add_block<rows, kBlockK / 2>(queries + d, tile.head_size, panel, totals);
   if (d < tile.head_size) add_block<rows, kBlockK / 4>(queries + d, tile.head_size, panel, totals);
   for (int i = 0; i < rows; ++i) store(scores + (row + i) * kPieceTokens, totals[i]);
