@@ -17,7 +17,7 @@ namespace giveway::GW_SET {
 #if defined(__AVX512F__)
 inline constexpr int kDirectRows = 6;
 #elif defined(__AVX2__)
-inline constexpr int kDirectRows = 3;
+inline constexpr int kDirectRows = 2;
 #else
 inline constexpr int kDirectRows = 2;
 #endif
@@ -28,6 +28,7 @@ inline constexpr int64_t kChunkBytes = int64_t{1} << 18;  // of these rows' acti
 struct MatmulScratch {
   alignas(64) float weights[2 * kStripBlocks * kBlockWeights];
   alignas(64) float totals[kChunkRows * kTotalsStride];
+  alignas(64) float parked[kParkedSums];
 };
 
 static int64_t matmul_scratch_bytes(int64_t) { return sizeof(MatmulScratch); }
@@ -96,7 +97,7 @@ static void multiply_group(const Group& group, MatmulScratch& scratch) {
     return;
   }
   std::memset(scratch.totals, 0, static_cast<size_t>(group.num_rows * kTotalsStride) * sizeof(float));
-  Strip strip{group.x, group.x_stride, nullptr, 0, 0, scratch.totals};
+  Strip strip{group.x, group.x_stride, nullptr, 0, 0, scratch.totals, scratch.parked};
   if constexpr (encoding == Encoding::f32 && compute == Compute::f32) {
     strip.weights = reinterpret_cast<const float*>(group.panels);
     strip.panel_stride = group.num_blocks * kBlockWeights;
