@@ -1,31 +1,158 @@
 // Products of activations with packed weights. Included by kernels_*.cpp only.
+//
+// Up to kDirectRows rows: weights are decoded in registers, straight into the product. More rows: a strip of a panel is
+// decoded to float32 once (it stays in the first cache) and then multiplied with all rows of a chunk (in the second cache).
 #pragma once
+
+#include <algorithm>
+#include <cstring>
 
 #include "decode.h"
 #include "kernels.h"
+#include "matmul_epilogue.h"
+#include "matmul_tile.h"
 
 namespace giveway::GW_SET {
 
-GW_INLINE float activation(const float* row, int64_t k) { return row[k]; }
+#if defined(__AVX512F__)
+inline constexpr int kDirectRows = 6;
+#elif defined(__AVX2__)
+inline constexpr int kDirectRows = 3;
+#else
+inline constexpr int kDirectRows = 2;
+#endif
+inline constexpr int64_t kStripBlocks = 8;              // blocks of a panel that are decoded at a time: 16 KiB
+inline constexpr int64_t kChunkRows = 120;              // rows that share what was decoded, at most
+inline constexpr int64_t kChunkBytes = int64_t{1} << 18;  // of these rows' activations
 
-// The order of adding that every set keeps: see kernels.h and the README of this package.
-template <Encoding encoding, Compute compute>
-static void multiply_panel(const MatmulArgs& args, int64_t panel, float* sums) {
-  const int64_t num_blocks = args.weights->num_blocks();
-  for (int64_t row = 0; row < args.num_rows; ++row) {
-    const float* x = static_cast<const float*>(args.x) + row * args.x_stride;
-    v16 total = zero();
-    for (int64_t index = 0; index < num_blocks; ++index) {
-      const auto block = PanelBlock<encoding, compute>::open(args.weights->panel(panel) + index * panel_block_bytes(encoding));
-      v16 even = zero(), odd = zero();
-      for (int64_t pair = 0; pair < kBlockK / 2; ++pair) {
-        const v16_pair weights = block.pair(pair);
-        even = fma(broadcast(x[index * kBlockK + 2 * pair]), weights.even, even);
-        odd = fma(broadcast(x[index * kBlockK + 2 * pair + 1]), weights.odd, odd);
+struct MatmulScratch {
+  alignas(64) float weights[2 * kStripBlocks * kBlockWeights];
+  alignas(64) float totals[kChunkRows * kTotalsStride];
+};
+
+static int64_t matmul_scratch_bytes(int64_t) { return sizeof(MatmulScratch); }
+
+// One panel by `rows` rows; totals [rows][kTotalsStride].
+template <Encoding encoding, Compute compute, int rows>
+static void multiply_directly(const float* x, int64_t x_stride, const std::byte* data, int64_t num_blocks, float* totals) {
+  v16 total[rows];
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) total[row] = zero();
+  for (int64_t index = 0; index < num_blocks; ++index, x += kBlockK, data += panel_block_bytes(encoding)) {
+    const auto block = PanelBlock<encoding, compute>::open(data);
+    v16 even[rows], odd[rows];
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) even[row] = odd[row] = zero();
+    for (int64_t pair = 0; pair < kBlockK / 2; ++pair) {
+      const v16_pair weights = block.pair(pair);
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) {
+        even[row] = fma(broadcast(x[row * x_stride + 2 * pair]), weights.even, even[row]);
+        odd[row] = fma(broadcast(x[row * x_stride + 2 * pair + 1]), weights.odd, odd[row]);
       }
-      total = add(total, add(even, odd));
     }
-    store(sums + row * kPanelColumns, total);
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) total[row] = add(total[row], add(even[row], odd[row]));
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) store(totals + row * kTotalsStride, total[row]);
+}
+
+using DirectFunction = void (*)(const float*, int64_t, const std::byte*, int64_t, float*);
+
+template <Encoding encoding, Compute compute, int... rows_less_one>
+constexpr DirectFunction direct_function(int64_t rows, std::integer_sequence<int, rows_less_one...>) {
+  constexpr DirectFunction functions[] = {multiply_directly<encoding, compute, rows_less_one + 1>...};
+  return functions[rows - 1];
+}
+
+template <Encoding encoding, Compute compute>
+static void decode(const std::byte* data, int64_t num_blocks, float* weights) {
+  for (int64_t index = 0; index < num_blocks; ++index, data += panel_block_bytes(encoding)) {
+    const auto block = PanelBlock<encoding, compute>::open(data);
+    for (int64_t pair = 0; pair < kBlockK / 2; ++pair, weights += 2 * kPanelColumns) {
+      const v16_pair decoded = block.pair(pair);
+      store(weights, decoded.even);
+      store(weights + kPanelColumns, decoded.odd);
+    }
+  }
+}
+
+// Rows and panels whose products are made together: totals[row][panel] = x[row] . weights[panel].
+struct Group {
+  const float* x;  // [num_rows][x_stride]
+  int64_t x_stride, num_rows;
+  const std::byte* panels;
+  int64_t panel_bytes, num_panels, num_blocks;
+};
+
+template <Encoding encoding, Compute compute>
+static void multiply_group(const Group& group, MatmulScratch& scratch) {
+  constexpr auto sizes = std::make_integer_sequence<int, kDirectRows>();
+  if (group.num_rows <= kDirectRows) {
+    for (int64_t panel = 0; panel < group.num_panels; ++panel)
+      direct_function<encoding, compute>(group.num_rows, sizes)(group.x, group.x_stride, group.panels + panel * group.panel_bytes,
+                                                                group.num_blocks, scratch.totals + panel * kPanelColumns);
+    return;
+  }
+  std::memset(scratch.totals, 0, static_cast<size_t>(group.num_rows * kTotalsStride) * sizeof(float));
+  Strip strip{group.x, group.x_stride, nullptr, 0, 0, scratch.totals};
+  if constexpr (encoding == Encoding::f32 && compute == Compute::f32) {
+    strip.weights = reinterpret_cast<const float*>(group.panels);
+    strip.panel_stride = group.num_blocks * kBlockWeights;
+    strip.num_blocks = group.num_blocks;
+    multiply_rows(strip, group.num_rows, group.num_panels);
+    return;
+  }
+  strip.weights = scratch.weights, strip.panel_stride = kStripBlocks * kBlockWeights;
+  for (int64_t first = 0; first < group.num_blocks; first += kStripBlocks) {
+    strip.num_blocks = std::min(kStripBlocks, group.num_blocks - first);
+    strip.x = group.x + first * kBlockK;
+    for (int64_t panel = 0; panel < group.num_panels; ++panel)
+      decode<encoding, compute>(group.panels + panel * group.panel_bytes + first * panel_block_bytes(encoding), strip.num_blocks,
+                                scratch.weights + panel * strip.panel_stride);
+    multiply_rows(strip, group.num_rows, group.num_panels);
+  }
+}
+
+using GroupFunction = void (*)(const Group&, MatmulScratch&);
+
+template <Compute compute>
+static GroupFunction group_function(Encoding encoding) {
+  switch (encoding) {
+    case Encoding::f32: return multiply_group<Encoding::f32, compute>;
+    case Encoding::bf16: return multiply_group<Encoding::bf16, compute>;
+    case Encoding::q8_0: return multiply_group<Encoding::q8_0, compute>;
+    case Encoding::q4_0: return multiply_group<Encoding::q4_0, compute>;
+    case Encoding::q4_1: return multiply_group<Encoding::q4_1, compute>;
+  }
+  return nullptr;
+}
+
+// Rows of a chunk: as many as the second cache holds, chunks of equal size, whole tiles.
+GW_INLINE int64_t choose_chunk_rows(int64_t num_rows, int64_t x_stride) {
+  const int64_t fitting = kChunkBytes / (x_stride * static_cast<int64_t>(sizeof(float))) / kTileRows * kTileRows;
+  const int64_t most = std::clamp<int64_t>(fitting, 2 * kTileRows, kChunkRows);
+  const int64_t num_chunks = (num_rows + most - 1) / most;
+  const int64_t equal = (num_rows + num_chunks - 1) / std::max<int64_t>(num_chunks, 1);
+  return std::min(most, (equal + kTileRows - 1) / kTileRows * kTileRows);
+}
+
+static void matmul(const MatmulArgs& args) {
+  const Panels& weights = *args.weights;
+  MatmulScratch& scratch = *reinterpret_cast<MatmulScratch*>(args.scratch);
+  const bool is_f32 = args.compute == Compute::f32;
+  const GroupFunction multiply = is_f32 ? group_function<Compute::f32>(weights.encoding) : group_function<Compute::bf16>(weights.encoding);
+  const int64_t chunk_rows = choose_chunk_rows(args.num_rows, args.x_stride);
+  for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
+    Group group{static_cast<const float*>(args.x) + first * args.x_stride, args.x_stride, std::min(chunk_rows, args.num_rows - first),
+                nullptr, weights.panel_bytes(), 0, weights.num_blocks()};
+    for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2) {
+      group.panels = weights.panel(panel);
+      group.num_panels = std::min<int64_t>(2, args.last_panel - panel);
+      multiply(group, scratch);
+      finish(args, first, group.num_rows, panel, group.num_panels, scratch.totals);
+    }
   }
 }
 

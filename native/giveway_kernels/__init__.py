@@ -1,0 +1,12 @@
+"""CPU kernels of GiveWay: packed products, paged attention and whole steps. See the README of this package."""
+
+from __future__ import annotations
+
+from giveway_kernels._native import Matrix, Model, chosen_instruction_set, instruction_sets
+
+__all__ = ["Matrix", "Model", "chosen_instruction_set", "default_compute", "instruction_sets"]
+
+
+def default_compute() -> str:
+    """Return the compute type that suits the chosen instruction set: "bf16" where it multiplies that faster, else "f32"."""
+    return "bf16" if chosen_instruction_set() in {"amx", "avx512_bf16"} else "f32"

@@ -1,0 +1,141 @@
+// Products of a few rows with one or two panels whose weights lie there as float32. Included by kernels_*.cpp only.
+//
+// The order of adding is that of the README ("block order"). Within a block the chain of the even inputs and that of the odd
+// ones are independent, so a tile may run them side by side or one after the other, as its registers allow.
+#pragma once
+
+#include <utility>
+
+#include "vec16.h"
+
+namespace giveway::GW_SET {
+
+// Accumulators of a tile must stay in registers, and there must be enough of them to hide the latency of multiply-add:
+// eight to ten chains on every processor so far.
+#if defined(__AVX512F__)
+inline constexpr int kTilePanels = 2;  // panels that a tile takes at once
+inline constexpr int kTileRows = 12;   // rows of the largest tile
+inline constexpr int kAccumulators = 24;
+#elif defined(__AVX2__)
+inline constexpr int kTilePanels = 1;
+inline constexpr int kTileRows = 6;
+inline constexpr int kAccumulators = 6;
+#else
+inline constexpr int kTilePanels = 1;
+inline constexpr int kTileRows = 4;
+inline constexpr int kAccumulators = 4;
+#endif
+
+// A strip of inputs: some rows of activations, the weights of these inputs, and where the products are added.
+struct Strip {
+  const float* x;  // [rows][x_stride], from the strip's first input on
+  int64_t x_stride;
+  const float* weights;  // [panels, panel_stride apart][blocks][32 inputs][16 columns]
+  int64_t panel_stride;
+  int64_t num_blocks;
+  float* totals;  // [rows][2 panels][16 columns]
+};
+inline constexpr int64_t kTotalsStride = 2 * kPanelColumns;
+inline constexpr int64_t kBlockWeights = kBlockK * kPanelColumns;
+
+// sums[row][panel] += products of every second input of a block, starting with `parity`.
+template <int rows, int panels>
+GW_INLINE void add_products(const float* x, int64_t x_stride, const float* weights, int64_t panel_stride, v16 (&sums)[rows][panels]) {
+  v16 column[panels];
+#pragma GCC unroll 2
+  for (int panel = 0; panel < panels; ++panel) column[panel] = load(weights + panel * panel_stride);
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) {
+    const v16 value = broadcast(x[row * x_stride]);
+#pragma GCC unroll 2
+    for (int panel = 0; panel < panels; ++panel) sums[row][panel] = fma(value, column[panel], sums[row][panel]);
+  }
+}
+
+template <int rows, int panels>
+GW_INLINE void clear(v16 (&sums)[rows][panels]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 2
+    for (int panel = 0; panel < panels; ++panel) sums[row][panel] = zero();
+}
+
+// Calls function(row, panel) for all, unrolled.
+template <int rows, int panels, typename Function>
+GW_INLINE void for_each_sum(Function function) {
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 2
+    for (int panel = 0; panel < panels; ++panel) function(row, panel);
+}
+
+template <int rows, int panels>
+static void multiply_strip(const Strip& strip) {
+  const float* x = strip.x;
+  const float* weights = strip.weights;
+  const auto total = [&](int row, int panel) { return strip.totals + row * kTotalsStride + panel * kPanelColumns; };
+  for (int64_t block = 0; block < strip.num_blocks; ++block, x += kBlockK, weights += kBlockWeights) {
+    if constexpr (2 * rows * panels <= kAccumulators) {
+      v16 even[rows][panels], odd[rows][panels];
+      clear(even), clear(odd);
+      for (int64_t k = 0; k < kBlockK; k += 2) {
+        add_products(x + k, strip.x_stride, weights + k * kPanelColumns, strip.panel_stride, even);
+        add_products(x + k + 1, strip.x_stride, weights + (k + 1) * kPanelColumns, strip.panel_stride, odd);
+      }
+      for_each_sum<rows, panels>([&](int row, int panel) {
+        store(total(row, panel), add(load(total(row, panel)), add(even[row][panel], odd[row][panel])));
+      });
+    } else {
+      alignas(64) float parked[rows * panels * kPanelColumns];
+      const auto even = [&](int row, int panel) { return parked + (row * panels + panel) * kPanelColumns; };
+      v16 sums[rows][panels];
+      clear(sums);
+      for (int64_t k = 0; k < kBlockK; k += 2)
+        add_products(x + k, strip.x_stride, weights + k * kPanelColumns, strip.panel_stride, sums);
+      for_each_sum<rows, panels>([&](int row, int panel) { store(even(row, panel), sums[row][panel]); });
+      clear(sums);
+      for (int64_t k = 1; k < kBlockK; k += 2)
+        add_products(x + k, strip.x_stride, weights + k * kPanelColumns, strip.panel_stride, sums);
+      for_each_sum<rows, panels>([&](int row, int panel) {
+        store(total(row, panel), add(load(total(row, panel)), add(load(even(row, panel)), sums[row][panel])));
+      });
+    }
+  }
+}
+
+// How many of `left` rows the next tile takes: as many as it can, but so that no tile at the end is too small to keep the
+// processor busy (five and three rather than six and two).
+GW_INLINE int64_t choose_tile_rows(int64_t left) {
+  if (left <= kTileRows) return left;
+  const int64_t rest = left % kTileRows;
+  if (rest == 0 || 2 * rest >= kTileRows) return kTileRows;
+  return left > 2 * kTileRows ? kTileRows - 1 : (left + 1) / 2;
+}
+
+using StripFunction = void (*)(const Strip&);
+
+template <int panels, int... rows_less_one>
+constexpr StripFunction strip_function(int64_t rows, std::integer_sequence<int, rows_less_one...>) {
+  constexpr StripFunction functions[] = {multiply_strip<rows_less_one + 1, panels>...};
+  return functions[rows - 1];
+}
+
+// All rows of a strip with `num_panels` panels (one or two).
+static void multiply_rows(Strip strip, int64_t num_rows, int64_t num_panels) {
+  constexpr auto sizes = std::make_integer_sequence<int, kTileRows>();
+  while (num_rows > 0) {
+    const int64_t rows = choose_tile_rows(num_rows);
+    if (kTilePanels == 2 && num_panels == 2) {
+      strip_function<kTilePanels>(rows, sizes)(strip);
+    } else {
+      Strip one = strip;
+      for (int64_t panel = 0; panel < num_panels; ++panel) {
+        strip_function<1>(rows, sizes)(one);
+        one.weights += strip.panel_stride, one.totals += kPanelColumns;
+      }
+    }
+    num_rows -= rows, strip.x += rows * strip.x_stride, strip.totals += rows * kTotalsStride;
+  }
+}
+
+}  // namespace giveway::GW_SET
