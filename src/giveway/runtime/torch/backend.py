@@ -12,13 +12,19 @@ from torch import Tensor
 from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId
 from giveway.runtime.backend import BatchSequence, MemoryPool, SampleInput, SequenceResult, TokenLogprobs
+from giveway.runtime.sampler import (
+    all_forbidden_fault,
+    choose_token,
+    is_plain_greedy,
+    not_finite_fault,
+    token_logprobs,
+)
 from giveway.runtime.torch.attention import Attention, BucketAttention, Chunk, attend_in_pieces, make_attention_shape
 from giveway.runtime.torch.attention_fast import choose_fast_attention
 from giveway.runtime.torch.exact_ops import silu_times
 from giveway.runtime.torch.kv_storage import BlockShape, KVStorage, available_bytes
 from giveway.runtime.torch.model import Model, build_row_batch, forward_hidden, logits_of, plain_silu_times
 from giveway.runtime.torch.rope import make_rope_table
-from giveway.runtime.torch.sampler import choose_token, is_plain_greedy, token_logprobs
 from giveway.runtime.torch.settings import choose_device, choose_dtype
 from giveway.runtime.torch.weights import LARGEST_HEAD_PIECE, ModelWeights, load_weights
 from giveway.runtime.weights.checkpoint import Checkpoint
@@ -317,7 +323,7 @@ def _sampled(sample: SampleInput, row: npt.NDArray[np.float32]) -> SequenceResul
     """Choose the token of one sequence. row: its logits [vocab], finite."""
     token = choose_token(row, sample)
     if token is None:
-        return SequenceResult(fault=f"all {len(row)} tokens are forbidden at output position {sample.output_index}")
+        return SequenceResult(fault=all_forbidden_fault(len(row), sample))
     if sample.params.logprobs is None:
         return SequenceResult(token_id=token)
     return SequenceResult(token_id=token, logprobs=token_logprobs(row, token, sample.params.logprobs))
@@ -325,4 +331,4 @@ def _sampled(sample: SampleInput, row: npt.NDArray[np.float32]) -> SequenceResul
 
 def _fault_of(logits: Tensor) -> str:
     is_wrong = ~torch.isfinite(logits)
-    return f"logits are not finite: {int(is_wrong.sum())} of {logits.numel()} values are NaN or infinite"
+    return not_finite_fault(int(is_wrong.sum()), logits.numel())
