@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from giveway_kernels._native import Matrix, Model, chosen_instruction_set, instruction_sets
+from giveway_kernels._native import (
+    Matrix,
+    Model,
+    Sampler,
+    chosen_instruction_set,
+    copy_blocks,
+    copy_blocks_in_order,
+    instruction_sets,
+)
 
-__all__ = ["Matrix", "Model", "chosen_instruction_set", "default_compute", "instruction_sets"]
+__all__ = [
+    "Matrix",
+    "Model",
+    "Sampler",
+    "chosen_instruction_set",
+    "copy_blocks",
+    "copy_blocks_in_order",
+    "default_compute",
+    "instruction_sets",
+]
 
 
 def default_compute() -> str:
