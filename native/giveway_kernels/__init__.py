@@ -25,5 +25,5 @@ __all__ = [
 
 
 def default_compute() -> str:
-    """Return the compute type that suits the chosen instruction set: "bf16" where it multiplies that faster, else "f32"."""
+    """Return "bf16" where the chosen instruction set multiplies that faster, else "f32"."""
     return "bf16" if chosen_instruction_set() in {"amx", "avx512_bf16"} else "f32"

@@ -22,8 +22,8 @@ def check_batch(
             raise DeviceFaultError(f"{who}: {count} tokens from position {sequence.start} cannot be computed")
         if end > num_positions:
             raise DeviceFaultError(
-                f"{who}: position {end - 1} is beyond the last, {num_positions - 1} (the lesser of the model's positions "
-                f"and of the slots of the pool's {num_blocks} blocks)"
+                f"{who}: position {end - 1} is beyond the last, {num_positions - 1} "
+                f"(of the model's positions, and of those that {num_blocks} blocks hold)"
             )
         num_used = -(-end // block_size)
         if num_used > len(sequence.block_table):
