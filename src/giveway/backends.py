@@ -39,7 +39,7 @@ def choose_backend(options: EngineOptions, config: ModelConfig) -> tuple[Backend
         raise failure(f"backend is 'native', but {reason}")
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError(
-            f"no backend can run this model: {reason}; and PyTorch is not installed. {INSTALL_TORCH}"
+            f"no backend can run this model: {reason}. PyTorch is missing too. {INSTALL_TORCH}"
         )
     return BackendName.TORCH, reason
 

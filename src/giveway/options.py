@@ -59,15 +59,15 @@ class EngineOptions:
     device: str = _option("auto", "Where to compute.", choices=("auto", "cpu", "cuda", "dry"))
     backend: str = _option(
         "auto",
-        "What computes: the native kernels (CPU only) or PyTorch. Default: the native ones where they are installed and can "
-        "run the model.",
+        "What computes: the native kernels (CPU only) or PyTorch. Default: the kernels where they are installed and can run "
+        "the model.",
         choices=("auto", "native", "torch"),
     )
     dtype: str = _option("auto", "Type of weights and KV cache.", choices=("auto", "float32", "bfloat16", "float16"))
     exact: bool | None = _option(
         None,
-        "Answers do not depend on batch mates, chunking or preemption, to the bit. Default: on for cpu, off for cuda; the "
-        "native kernels always are.",
+        "Answers do not depend on batch mates, chunking or preemption, to the bit. Default: on for cpu, off for cuda. "
+        "The native kernels always keep this.",
     )
     num_threads: int | None = _option(None, "CPU threads. Default: one for each physical core.")
     max_model_len: int | None = _option(

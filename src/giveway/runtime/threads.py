@@ -6,9 +6,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-# OpenMP's threads wait for each other by spinning, by default for milliseconds. When another process wants the cores, the
-# thread that is waited for does not run meanwhile: a step of 20 ms was seen to take 500. Ten thousand turns, some tens of
-# microseconds, are as fast on a quiet machine and harmless on a busy one.
+# OpenMP's threads wait for each other by spinning, by default for milliseconds. When another process wants the cores,
+# the thread that is waited for does not run meanwhile: a step of 20 ms was seen to take 500. Ten thousand turns, some
+# tens of microseconds, are as fast on a quiet machine and harmless on a busy one.
 _SPIN_TURNS = "10000"
 
 
@@ -22,7 +22,7 @@ def limit_spinning() -> None:
 
 
 def default_num_threads(system: Path = Path("/sys")) -> int:
-    """Return OMP_NUM_THREADS where it is set, else the physical cores that this process may use, as its container allows.
+    """Return OMP_NUM_THREADS where it is set, else the physical cores that this process and its container may use.
 
     Two threads on one core share its multiply-add units, so a second one adds waiting and no speed.
     """

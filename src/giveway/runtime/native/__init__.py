@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from giveway.runtime.native.backend import NativeBackend
     from giveway.runtime.weights.checkpoint import Checkpoint
 
-INSTALL_KERNELS = (
-    "Install them with `pip install giveway-kernels` (from a clone: `make kernels`, or `pip install ./native`)"
-)
+INSTALL_KERNELS = "Install them with `pip install giveway-kernels` (from a clone: `pip install ./native`)"
 
 _LARGEST_HEAD = 256
 _COMPUTE = {"float32": "f32", "bfloat16": "bf16"}
@@ -60,8 +58,8 @@ def choose_dtype(dtype: str) -> str:
 def load_backend(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> NativeBackend:
     """Pack the weights of `checkpoint` into a new NativeBackend. num_threads: None for one a physical core.
 
-    Limits OpenMP's spinning on the way. Raises MissingDependencyError when the kernels are not installed, ConfigError when
-    a setting is wrong or the processor lacks what GIVEWAY_KERNELS_ISA asks for.
+    Limits OpenMP's spinning on the way. Raises MissingDependencyError when the kernels are not installed, ConfigError
+    when a setting is wrong or the processor lacks what GIVEWAY_KERNELS_ISA asks for.
     """
     if not is_installed():
         raise MissingDependencyError(f"the native backend needs the package 'giveway-kernels'. {INSTALL_KERNELS}")
