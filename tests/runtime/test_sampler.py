@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from giveway.core.sampling import SamplingParams
-from giveway.runtime.torch import sampler
-from giveway.runtime.torch.sampler import (
+from giveway.runtime import sampler
+from giveway.runtime.sampler import (
     _place,
     best_first,
     choose_token,

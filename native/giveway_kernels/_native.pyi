@@ -1,0 +1,94 @@
+"""The compiled module. Arrays are C-contiguous numpy arrays."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Floats = npt.NDArray[np.float32]
+_Ids = npt.NDArray[np.int64]
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+def instruction_sets() -> list[tuple[str, str]]: ...
+def chosen_instruction_set() -> str: ...
+
+class Matrix:
+    @staticmethod
+    def pack(
+        parts: list[tuple[str, _Bytes]],
+        *,
+        num_inputs: int,
+        compute: str,
+        is_interleaved: bool = False,
+        num_threads: int = 1,
+    ) -> Matrix: ...
+    @property
+    def num_outputs(self) -> int: ...
+    @property
+    def num_inputs(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def encoding(self) -> str: ...
+
+class Model:
+    @staticmethod
+    def make(
+        shape: dict[str, Any],
+        layers: list[dict[str, Matrix | _Floats]],
+        *,
+        embedding: Matrix,
+        head: Matrix,
+        final_norm: _Floats,
+        cosine: _Floats,
+        sine: _Floats,
+        isa: str = "",
+    ) -> Model: ...
+    def run(
+        self,
+        *,
+        tokens: npt.NDArray[np.int32],
+        num_rows: _Ids,
+        starts: _Ids,
+        tables: npt.NDArray[np.int32],
+        table_ends: _Ids,
+        pool: _Bytes,
+        num_blocks: int,
+        block_size: int,
+        num_threads: int,
+    ) -> None: ...
+    def logits(self, rows: _Ids, out: _Floats, num_threads: int) -> None: ...
+    def kv_block_bytes(self, block_size: int) -> int: ...
+    @property
+    def logits_stride(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def instruction_set(self) -> str: ...
+
+def multiply(
+    x: _Floats,
+    matrix: Matrix,
+    *,
+    compute: str = "f32",
+    isa: str = "",
+    num_threads: int = 1,
+    epilogue: str = "store",
+    gate: str = "silu",
+    bias: _Floats | None = None,
+    onto: _Floats | None = None,
+    repeat: int = 1,
+) -> _Floats: ...
+def rms_norm(rows: _Floats, weight: _Floats, *, eps: float, compute: str = "f32", isa: str = "") -> _Floats: ...
+def embed(table: Matrix, tokens: _Ids, *, isa: str = "") -> _Floats: ...
+
+_Entry = tuple[float, int, tuple[tuple[int, float], ...]]
+
+class Sampler:
+    def __init__(self, num_threads: int) -> None: ...
+    def choose_largest(self, logits: _Floats) -> tuple[list[int], list[int]]: ...
+    def choose_tokens(self, logits: _Floats, **wishes: Any) -> tuple[list[int], list[int], list[_Entry | None]]: ...
+    def score_tokens(self, logits: _Floats, tokens: list[int], num_top: int) -> tuple[list[int], list[_Entry]]: ...
+
+def copy_blocks(source: _Bytes, target: _Bytes, pairs: _Ids, *, num_threads: int) -> None: ...
+def copy_blocks_in_order(pool: _Bytes, pairs: _Ids) -> None: ...

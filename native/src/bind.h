@@ -1,0 +1,42 @@
+// What the parts of the Python module share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+#include "panels.h"
+
+namespace giveway {
+
+void bind_matrix(nanobind::module_& m);
+void bind_model(nanobind::module_& m);
+void bind_ops(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
+void bind_block_copy(nanobind::module_& m);
+
+template <typename T, size_t dimensions>
+using InArray = nanobind::ndarray<const T, nanobind::ndim<dimensions>, nanobind::c_contig, nanobind::device::cpu>;
+template <typename T, size_t dimensions>
+using OutArray = nanobind::ndarray<T, nanobind::ndim<dimensions>, nanobind::c_contig, nanobind::device::cpu>;
+
+inline Compute compute_named(const std::string& name) {
+  if (name == "f32") return Compute::f32;
+  if (name == "bf16") return Compute::bf16;
+  throw std::invalid_argument("compute is '" + name + "'; it must be 'f32' or 'bf16'");
+}
+
+inline Gate gate_named(const std::string& name) {
+  if (name == "silu") return Gate::silu;
+  if (name == "gelu") return Gate::gelu;
+  throw std::invalid_argument("gate is '" + name + "'; it must be 'silu' or 'gelu'");
+}
+
+inline void require(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+}  // namespace giveway

@@ -1,0 +1,145 @@
+// Everything that is done to rows one by one: norms, embeddings, rotation. Included by kernels_*.cpp only.
+#pragma once
+
+#include "activations.h"
+#include "decode.h"
+#include "kernels.h"
+
+namespace giveway::GW_SET {
+
+inline constexpr int64_t kLargestHead = 256;
+
+// 1 / sqrt(mean of squares + eps).
+static float inverse_root_mean_square(const float* row, int64_t size, float eps) {
+  v16 squares = zero();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const v16 x = load_up_to(row + i, size - i);
+    squares = fma(x, x, squares);
+  }
+  return 1.0f / std::sqrt(sum_of_lanes(squares) / static_cast<float>(size) + eps);
+}
+
+static void rms_norm(const float* row, const float* weight, int64_t size, float eps, Compute compute, void* out) {
+  const v16 inverse = broadcast(inverse_root_mean_square(row, size, eps));
+  int64_t i = 0;
+  for (; i < size; i += kLanes) {
+    const v16 normed = mul(load_up_to(row + i, size - i), inverse);
+    store_activations(out, i, compute, mul(normed, load_up_to(weight + i, size - i)));
+  }
+  for (; i < activation_stride(size); i += kLanes) store_activations(out, i, compute, zero());
+}
+
+static void to_activations(const float* values, int64_t size, Compute compute, void* out) {
+  for (int64_t i = 0; i < activation_stride(size); i += kLanes)
+    store_activations(out, i, compute, i < size ? load_up_to(values + i, size - i) : zero());
+}
+
+// Decodes whole panels and keeps one column of each: sixteen times too much, and still nothing beside a step.
+template <Encoding encoding>
+static void embed_from(const Panels& table, int64_t token, float* out) {
+  const std::byte* panel = table.panel(token / kPanelColumns);
+  const int64_t column = token % kPanelColumns;
+  for (int64_t k = 0; k < table.num_inputs; k += 2) {
+    const auto block = PanelBlock<encoding, Compute::f32>::open(panel + k / kBlockK * panel_block_bytes(encoding));
+    const v16_pair weights = block.pair(k % kBlockK / 2);
+    float even[kLanes], odd[kLanes];
+    store(even, weights.even);
+    store(odd, weights.odd);
+    out[k] = even[column];
+    if (k + 1 < table.num_inputs) out[k + 1] = odd[column];
+  }
+}
+
+static void embed(const Panels& table, int64_t token, float* out) {
+  switch (table.encoding) {
+    case Encoding::f32: return embed_from<Encoding::f32>(table, token, out);
+    case Encoding::bf16: return embed_from<Encoding::bf16>(table, token, out);
+    case Encoding::q8_0: return embed_from<Encoding::q8_0>(table, token, out);
+    case Encoding::q4_0: return embed_from<Encoding::q4_0>(table, token, out);
+    case Encoding::q4_1: return embed_from<Encoding::q4_1>(table, token, out);
+  }
+}
+
+// Norm (if there is one) and rotation of one head. Both arrays have kLanes floats of room after the head: half a head may
+// end within a vector.
+static void turn_head(const RotateArgs& args, const float* head, const float* norm, float* turned) {
+  const int64_t size = args.layout.head_size, half = size / 2;
+  float normed[kLargestHead + kLanes] = {};
+  std::memcpy(normed, head, static_cast<size_t>(size) * sizeof(float));
+  if (norm != nullptr) {
+    const v16 inverse = broadcast(inverse_root_mean_square(head, size, args.norm_eps));
+    for (int64_t i = 0; i < size; i += kLanes) store(normed + i, mul(mul(load(head + i), inverse), load(norm + i)));
+  }
+  // All of the first half before the second: what a vector holds beyond its half is overwritten, or is after the head.
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const v16 cosine = load_up_to(args.cosine + i, half - i), sine = load_up_to(args.sine + i, half - i);
+    store(turned + i, fma(load(normed + i), cosine, mul(load(normed + half + i), sub(zero(), sine))));
+  }
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const v16 cosine = load_up_to(args.cosine + i, half - i), sine = load_up_to(args.sine + i, half - i);
+    store(turned + half + i, fma(load(normed + half + i), cosine, mul(load(normed + i), sine)));
+  }
+}
+
+// The panel of keys, or of values, that holds this row's position.
+GW_INLINE std::byte* panel_of_position(const RotateArgs& args, int64_t half_offset) {
+  return args.pool + args.block * args.layout.block_bytes() + half_offset + args.offset / kKvPanel * args.layout.panel_bytes();
+}
+
+static void write_key(const RotateArgs& args, int64_t kv_head, const float* key) {
+  std::byte* panel = panel_of_position(args, args.layout.key_offset(args.layer, kv_head));
+  const int64_t column = args.offset % kKvPanel, size = args.layout.head_size;
+  if (args.layout.compute == Compute::f32) {
+    float* target = reinterpret_cast<float*>(panel) + column;
+    for (int64_t d = 0; d < size; ++d) target[d * kKvPanel] = key[d];
+    return;
+  }
+  uint16_t* target = reinterpret_cast<uint16_t*>(panel) + 2 * column;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    uint16_t rounded[kLanes];
+    store_bf16(rounded, round_bf16(load(key + i)));
+    for (int64_t d = 0; d < kLanes; d += 2) std::memcpy(target + (i + d) * kKvPanel, rounded + d, 4);
+  }
+}
+
+// Writes one position of a panel of values; null: zeros.
+static void write_value(const RotateArgs& args, std::byte* panel, int64_t position, const float* value) {
+  const int64_t size = args.layout.head_size;
+  const bool is_f32 = args.layout.compute == Compute::f32;
+  float* row = reinterpret_cast<float*>(panel) + position * size;
+  uint16_t* pairs = reinterpret_cast<uint16_t*>(panel) + position / 2 * 2 * size + position % 2;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const v16 elements = value == nullptr ? zero() : load(value + i);
+    if (is_f32) {
+      store(row + i, elements);
+      continue;
+    }
+    uint16_t rounded[kLanes];
+    store_bf16(rounded, round_bf16(elements));
+    for (int64_t d = 0; d < kLanes; ++d) pairs[2 * (i + d)] = rounded[d];
+  }
+}
+
+static void rotate(const RotateArgs& args) {
+  const KvLayout& layout = args.layout;
+  const int64_t size = layout.head_size;
+  alignas(64) float turned[kLargestHead + kLanes];
+  for (int64_t head = 0; head < args.num_heads; ++head) {
+    turn_head(args, args.qkv + head * size, args.query_norm, turned);
+    for (int64_t i = 0; i < size; i += kLanes) store_activations(args.queries, head * size + i, layout.compute, load(turned + i));
+  }
+  pad_activations(args.queries, args.num_heads * size, layout.compute);
+  const float* keys = args.qkv + args.num_heads * size;
+  const float* values = keys + layout.num_kv_heads * size;
+  for (int64_t head = 0; head < layout.num_kv_heads; ++head) {
+    turn_head(args, keys + head * size, args.key_norm, turned);
+    write_key(args, head, turned);
+    std::byte* panel = panel_of_position(args, layout.value_offset(args.layer, head));
+    const int64_t position = args.offset % kKvPanel;
+    write_value(args, panel, position, values + head * size);
+    // Attention multiplies whole panels, by zero where a position is not seen, and zero times stale memory may be NaN.
+    for (int64_t later = position + 1; args.clears_rest && later < kKvPanel; ++later) write_value(args, panel, later, nullptr);
+  }
+}
+
+}  // namespace giveway::GW_SET

@@ -1,0 +1,1 @@
+"""The backend on GiveWay's own CPU kernels, without PyTorch."""
