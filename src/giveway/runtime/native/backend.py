@@ -152,34 +152,35 @@ class NativeBackend:
 
     def _run(self, model: Model, storage: NativeKVStorage, batch: Sequence[BatchSequence]) -> list[int]:
         """Compute a batch; returns the first row of each sequence."""
-        check_batch(
-            batch,
-            vocab_size=self.vocab_size,
-            num_positions=min(self._config.max_positions, storage.num_device_blocks * storage.block_size),
-            num_blocks=storage.num_device_blocks,
-            block_size=storage.block_size,
-        )
         counts = [len(sequence.token_ids) for sequence in batch]
         if not counts:
             return []
+        tokens = chain.from_iterable(sequence.token_ids for sequence in batch)
+        tables = chain.from_iterable(sequence.block_table for sequence in batch)
         try:
             model.run(
-                tokens=np.fromiter(
-                    chain.from_iterable(sequence.token_ids for sequence in batch), np.int32, sum(counts)
-                ),
+                tokens=np.fromiter(tokens, np.int32, sum(counts)),
                 num_rows=np.array(counts, np.int64),
                 starts=np.array([sequence.start for sequence in batch], np.int64),
-                tables=np.fromiter(chain.from_iterable(sequence.block_table for sequence in batch), np.int32),
+                tables=np.fromiter(tables, np.int32),
                 table_ends=np.cumsum([len(sequence.block_table) for sequence in batch], dtype=np.int64),
                 pool=storage.device_bytes,
                 num_blocks=storage.num_device_blocks,
                 block_size=storage.block_size,
                 num_threads=self._num_threads,
             )
-        except (IndexError, ValueError, MemoryError) as error:
-            raise DeviceFaultError(
-                f"the forward pass over {sum(counts)} tokens of {len(batch)} requests failed: {error}"
-            ) from error
+        except (IndexError, OverflowError) as error:
+            # The kernels have looked at every id before they wrote anything; this says whose it is.
+            check_batch(
+                batch,
+                vocab_size=self.vocab_size,
+                num_positions=min(self._config.max_positions, storage.num_device_blocks * storage.block_size),
+                num_blocks=storage.num_device_blocks,
+                block_size=storage.block_size,
+            )
+            raise DeviceFaultError(f"the forward pass over {len(batch)} requests failed: {error}") from error
+        except MemoryError as error:
+            raise DeviceFaultError(f"no memory for a step of {sum(counts)} tokens") from error
         return [0, *accumulate(counts[:-1])]
 
     def _logits_of(self, model: Model, rows: Sequence[int]) -> npt.NDArray[np.float32]:
