@@ -59,8 +59,8 @@ class EngineOptions:
     device: str = _option("auto", "Where to compute.", choices=("auto", "cpu", "cuda", "dry"))
     backend: str = _option(
         "auto",
-        "What computes: the native kernels (CPU only) or PyTorch. Default: the kernels where they are installed and can "
-        "run the model.",
+        "What computes: the native kernels (CPU only) or PyTorch. Default: the kernels where they are installed and "
+        "can run the model.",
         choices=("auto", "native", "torch"),
     )
     dtype: str = _option("auto", "Type of weights and KV cache.", choices=("auto", "float32", "bfloat16", "float16"))
