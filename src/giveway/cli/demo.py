@@ -39,7 +39,7 @@ def command(options: EngineOptions, write_up: bool, json_file: str | None) -> in
 
     target = _open_target(json_file)
     if write_up:
-        options = replace(options, model=options.model or "tiny")
+        options = replace(options, model=options.model or "tiny", block_size=1)  # before a backend is chosen for it
     make = workload.write_up if write_up else workload.urgent_among_background
     result = run_demo(options, make, make_display())
     if target is not None:
