@@ -1,8 +1,8 @@
 // What happens to finished products. Included by kernels_*.cpp only.
 #pragma once
 
+#include "activations.h"
 #include "kernels.h"
-#include "vec16.h"
 
 namespace giveway::GW_SET {
 
@@ -13,23 +13,12 @@ GW_INLINE v16 activate(Gate gate, v16 x) {
   return div(x, add(broadcast(1.0f), exp(mul(slope, x))));
 }
 
-GW_INLINE void store_activations(const MatmulArgs& args, int64_t row, int64_t column, v16 values) {
-  const int64_t at = row * args.out_stride + column;
-  if (args.compute == Compute::f32) {
-    store(static_cast<float*>(args.out) + at, values);
-  } else if constexpr (kPacksBf16) {
-    store_bf16(static_cast<uint16_t*>(args.out) + at, round_bf16(values));
-  } else {
-    store(static_cast<float*>(args.out) + at, round_bf16(values));
-  }
-}
-
 // totals: [rows][2 panels][16 columns], of the panels from `panel` on.
 static void finish(const MatmulArgs& args, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels, const float* totals) {
   for (int64_t row = first_row; row < first_row + num_rows; ++row, totals += 2 * kPanelColumns) {
     if (args.epilogue == Epilogue::gate) {
       const v16 gated = mul(activate(args.gate, load(totals)), load(totals + kPanelColumns));
-      store_activations(args, row, panel / 2 * kPanelColumns, gated);
+      store_activations(args.out, row * args.out_stride + panel / 2 * kPanelColumns, args.compute, gated);
       continue;
     }
     for (int64_t index = 0; index < num_panels; ++index) {

@@ -70,7 +70,7 @@ Model::Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine,
   check_weights(shape_, weights_);
   require(cosine_.size() == sine_.size() && static_cast<int64_t>(cosine_.size()) % (shape_.head_size / 2) == 0,
           "the tables of angles have the wrong size");
-  shares_ = std::make_unique<std::atomic<int64_t>[]>(static_cast<size_t>(kStagesOfLayer * shape_.num_layers + 1));
+  stages_ = std::make_unique<WorkCounter[]>(static_cast<size_t>(kStagesOfLayer * shape_.num_layers + 1));
 }
 
 KvLayout Model::kv_layout(int64_t block_size) const {
@@ -139,8 +139,8 @@ void Model::plan_attention(const Batch& batch) {
   std::stable_sort(tasks_.begin(), tasks_.end(), [](const AttentionTask& a, const AttentionTask& b) { return a.start > b.start; });
 }
 
-// One thread's part of a step. Stages are separated by barriers; within a stage threads take pieces of work from a counter,
-// which is safe because no result depends on who computes it.
+// One thread's part of a step. Within a stage threads take pieces of work from a counter, which is safe because no result
+// depends on who computes it; see WorkCounter for how they go on to the next stage.
 class Model::Worker {
  public:
   Worker(Model& model, const Batch& batch, const Pool& pool, int thread, int num_threads)
@@ -155,15 +155,11 @@ class Model::Worker {
   }
 
  private:
-  // Calls work(first, last) for pieces of [0, total) until the stage has none left; then waits for the other threads.
+  // Calls work(first, last) for pieces of [0, total); returns when the whole stage is done, by whichever threads.
   template <typename Work>
   void share(int64_t total, int64_t granularity, Work work) {
-    std::atomic<int64_t>& next = model_.shares_[static_cast<size_t>(stage_++)];
     const int64_t wanted = (total + num_threads_ * kPiecesPerThread - 1) / (num_threads_ * kPiecesPerThread);
-    const int64_t piece = rounded_up(std::max<int64_t>(wanted, 1), granularity);
-    for (int64_t first; (first = next.fetch_add(piece, std::memory_order_relaxed)) < total;)
-      work(first, std::min(first + piece, total));
-#pragma omp barrier
+    model_.stages_[static_cast<size_t>(stage_++)].share(total, rounded_up(std::max<int64_t>(wanted, 1), granularity), work);
   }
 
   void embed() {
@@ -255,7 +251,7 @@ class Model::Worker {
     args.window = shape_.window;
     args.soft_cap = shape_.soft_cap;
     args.scratch = scratch_;
-    share_singly(static_cast<int64_t>(model_.tasks_.size()), [&](int64_t number) {
+    model_.stages_[static_cast<size_t>(stage_++)].share(static_cast<int64_t>(model_.tasks_.size()), 1, [&](int64_t number, int64_t) {
       const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
       args.first_row = task.first_row;
       args.num_rows = task.num_rows;
@@ -264,13 +260,6 @@ class Model::Worker {
       args.kv_head = task.kv_head;
       kernels_.attention(args);
     });
-  }
-
-  template <typename Work>
-  void share_singly(int64_t total, Work work) {
-    std::atomic<int64_t>& next = model_.shares_[static_cast<size_t>(stage_++)];
-    for (int64_t number; (number = next.fetch_add(1, std::memory_order_relaxed)) < total;) work(number);
-#pragma omp barrier
   }
 
   void multiply(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, std::byte* out, int64_t out_stride, const float* bias) {
@@ -331,7 +320,7 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
       row_offset_[row] = position % pool.block_size;
       row_clears_rest_[row] = index + 1 == sequence.num_rows;
     }
-  for (int64_t stage = 0; stage <= kStagesOfLayer * shape_.num_layers; ++stage) shares_[static_cast<size_t>(stage)].store(0, std::memory_order_relaxed);
+  for (int64_t stage = 0; stage <= kStagesOfLayer * shape_.num_layers; ++stage) stages_[static_cast<size_t>(stage)].reset();
 #pragma omp parallel num_threads(num_threads)
   Worker(*this, batch, pool, omp_get_thread_num(), omp_get_num_threads()).run();
   num_rows_ = batch.num_rows;

@@ -1,13 +1,13 @@
 // A whole step of a decoder of the Llama family in one call: nothing is spent between operators.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "kernels.h"
 #include "panels.h"
+#include "work_counter.h"
 
 namespace giveway {
 
@@ -117,7 +117,7 @@ class Model {
   std::vector<AttentionTask> tasks_;
   std::vector<int64_t> row_block_, row_offset_, row_position_;  // where the KV of each row goes
   std::vector<uint8_t> row_clears_rest_;
-  std::unique_ptr<std::atomic<int64_t>[]> shares_;  // next piece of work of every stage
+  std::unique_ptr<WorkCounter[]> stages_;
 };
 
 }  // namespace giveway

@@ -284,20 +284,40 @@ GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
 #endif
 
 // Sums and largest of the lanes, folded in halves: lane i with lane i + 8, then + 4, + 2, + 1.
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+GW_INLINE __m256 lower_half(v16 x) { return _mm512_castps512_ps256(x.lanes); }
+GW_INLINE __m256 upper_half(v16 x) { return _mm512_extractf32x8_ps(x.lanes, 1); }
+#else
+GW_INLINE __m256 lower_half(v16 x) { return x.low; }
+GW_INLINE __m256 upper_half(v16 x) { return x.high; }
+#endif
 GW_INLINE float sum_of_lanes(v16 x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
+  const __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+GW_INLINE float first_lane(v16 x) { return _mm256_cvtss_f32(lower_half(x)); }
 GW_INLINE float largest_lane(v16 x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
-  return lanes[0];
+  const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
+#else
+GW_INLINE float sum_of_lanes(v16 x) {
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) x.lanes[lane] += x.lanes[lane + half];
+  return x.lanes[0];
+}
+GW_INLINE float first_lane(v16 x) { return x.lanes[0]; }
+GW_INLINE float largest_lane(v16 x) {
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) x.lanes[lane] = x.lanes[lane] > x.lanes[lane + half] ? x.lanes[lane] : x.lanes[lane + half];
+  return x.lanes[0];
+}
+#endif
 
 // e to the power of x, for x <= 0 or moderate; 0 below -87. Range reduction by powers of two and a polynomial of degree 6
 // on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method of Cephes' expf (Moshier, 1989); the

@@ -408,6 +408,6 @@ def test_a_call_that_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one value in a row"):
         BatchSampler(1).sample(zeros[:, :0], samples)
     with pytest.raises(TypeError):
-        BatchSampler(1).sample(zeros.astype(np.float64), samples)  # type: ignore[arg-type]
+        BatchSampler(1).sample(zeros.astype(np.float64), samples)
     with pytest.raises(ValueError, match="num_threads is 0"):
         BatchSampler(0)
