@@ -12,7 +12,8 @@ from giveway.runtime.model_source import ModelSource, open_model
 from giveway.runtime.tokenizer.chat_template import encode_chat
 from giveway.runtime.torch import load_backend
 from giveway.runtime.weights.dequantize import dequantize
-from tests.runtime.torch_driver import Driver, sample_input
+from tests.runtime.torch_driver import Driver
+from tests.sample_inputs import sample_input
 
 NEAR_TIE = 1e-4  # where the two best logits are closer than this, rounding may decide
 

@@ -18,7 +18,8 @@ from giveway.runtime.backend import Backend, BatchSequence, SequenceResult, Toke
 from giveway.runtime.tiny import tiny_checkpoint
 from giveway.runtime.torch import load_backend
 from giveway.runtime.torch.backend import TorchBackend, _to_host
-from tests.runtime.torch_driver import GREEDY, Driver, random_tokens, sample_input
+from tests.runtime.torch_driver import Driver, random_tokens
+from tests.sample_inputs import GREEDY, sample_input
 
 TINY_UP_VALUES = [-0.28119218349456787, -0.3039258122444153, 0.020030884072184563]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,21 +11,9 @@ import torch
 
 from giveway.core.ids import BlockTable, DeviceBlockId, RequestId
 from giveway.core.sampling import SamplingParams
-from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult
+from giveway.runtime.backend import BatchSequence, SequenceResult
 from giveway.runtime.torch.backend import TorchBackend
-
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0)
-
-
-def sample_input(params: SamplingParams = GREEDY, **changes: Any) -> SampleInput:
-    fields: dict[str, Any] = {
-        "seed": 0,
-        "output_index": 0,
-        "prompt_token_ids": (),
-        "output_token_ids": (),
-        **changes,
-    }
-    return SampleInput(params=params, **fields)
+from tests.sample_inputs import GREEDY, sample_input
 
 
 def random_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
