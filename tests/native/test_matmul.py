@@ -36,8 +36,8 @@ class Weights:
         self.matrix = kernels.Matrix.pack([(encoding, rows)], num_inputs=self.num_inputs, compute=compute)
 
 
-def normal(*shape: int, seed: int = 0) -> Floats:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+def normal(*shape: int, seed: int, scale: float = 1) -> Floats:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
 
 def same_bits(a: Floats, b: Floats) -> bool:
@@ -85,7 +85,7 @@ def product_in_dot_order(x: Floats, weights: Floats) -> Floats:
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_products_are_those_of_float64_but_for_rounding(encoding: str, compute: str, isa: str) -> None:
-    weights = Weights(encoding, normal(49, 320, seed=1) / 8, compute)
+    weights = Weights(encoding, normal(49, 320, seed=1, scale=1 / 8), compute)
     for num_rows in (1, 2, 5, 16, 33):
         x = normal(num_rows, 320, seed=num_rows)
         got = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
@@ -253,7 +253,7 @@ def test_bias_and_what_is_there_already_are_added_to_the_finished_product(
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 def test_a_gated_product_is_the_activation_of_one_panel_times_the_next(gate: str, compute: str, isa: str) -> None:
-    weights = Weights("Q4_1", normal(64, 96, seed=23) / 4, compute)
+    weights = Weights("Q4_1", normal(64, 96, seed=23, scale=1 / 4), compute)
     for num_rows in (1, 5, 18):
         x = normal(num_rows, 96, seed=24)
         product = kernels.multiply(x, weights.matrix, compute=compute, isa=isa).reshape(num_rows, 2, 2, 16)
