@@ -24,4 +24,5 @@ NB_MODULE(_native, m) {
   giveway::bind_matrix(m);
   giveway::bind_model(m);
   giveway::bind_ops(m);
+  giveway::bind_peaks(m);
 }
