@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from giveway_kernels._native import Matrix, Model, chosen_instruction_set, instruction_sets
+from giveway_kernels._native import (
+    Matrix,
+    Model,
+    Sampler,
+    chosen_instruction_set,
+    copy_blocks,
+    copy_blocks_in_order,
+    instruction_sets,
+)
 
-__all__ = ["Matrix", "Model", "chosen_instruction_set", "default_compute", "instruction_sets"]
+__all__ = [
+    "Matrix",
+    "Model",
+    "Sampler",
+    "chosen_instruction_set",
+    "copy_blocks",
+    "copy_blocks_in_order",
+    "default_compute",
+    "instruction_sets",
+]
 
 
 def default_compute() -> str:
-    """Return the compute type that suits the chosen instruction set: "bf16" where it multiplies that faster, else "f32"."""
+    """Return "bf16" where the chosen instruction set multiplies that faster, else "f32"."""
     return "bf16" if chosen_instruction_set() in {"amx", "avx512_bf16"} else "f32"

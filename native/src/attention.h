@@ -9,150 +9,56 @@
 // Source: online softmax (Milakov and Gimelshein, 2018); tiles as in FlashAttention (Dao et al., 2022).
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <type_traits>
 
-#include "activations.h"
-#include "kernels.h"
+#include "attention_products.h"
+#if defined(__AMX_BF16__)
+#include "attention_amx.h"
+#endif
 
 namespace giveway::GW_SET {
 
-inline constexpr int64_t kQueryTileRows = 48;       // query rows that share what is loaded of keys and values
-inline constexpr int kPiecePanels = kPieceTokens / kKvPanel;
+inline constexpr int64_t kQueryTileRows = 48;  // query rows that share what is loaded of keys and values
 inline constexpr float kUnseen = -3.0e38f;     // a score that no position has
-
-// Rows of one tile: token by token, the heads of the group within a token.
-struct AttentionTile {
-  int64_t num_rows, group_size, head_size;
-  int64_t first_token;  // position of its first token
-  float* queries;       // [rows][head size]
-  float* scores;        // [rows][kPieceTokens], later the weights of the values
-  float* out;           // [rows][head size], not yet divided
-  float* largest;       // [rows] score so far
-  float* sums;          // [rows] of the weights so far
-
-  int64_t position(int64_t row) const { return first_token + row / group_size; }
-  int64_t num_tokens() const { return num_rows / group_size; }
-};
 
 constexpr int64_t tile_tokens(int64_t group_size) { return group_size >= kQueryTileRows ? 1 : kQueryTileRows / group_size; }
 
+// Hands out scratch memory in whole cache lines; without memory it only counts.
+struct Scratch {
+  std::byte* memory;
+  int64_t used = 0;
+
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t at = used;
+    used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + at);
+  }
+};
+
+// A tile of `num_tokens` tokens without contents.
+template <Compute compute>
+static QueryTile<compute> lay_out(Scratch& scratch, int64_t num_tokens, int64_t group_size, int64_t head_size) {
+  QueryTile<compute> tile{};
+  tile.num_rows = num_tokens * group_size;
+  tile.group_size = group_size;
+  tile.head_size = head_size;
+  const int64_t num_rows = tile.num_rows + kRowsTogether;  // see rows_touched
+  tile.queries = scratch.take<Operand<compute>>(num_rows * head_size);
+  tile.scores = scratch.take<float>(num_rows * kPieceTokens);
+  tile.weights = scratch.take<Operand<compute>>(num_rows * kPieceTokens);
+  tile.out = scratch.take<float>(num_rows * head_size);
+  tile.largest = scratch.take<float>(tile.num_rows);
+  tile.sums = scratch.take<float>(tile.num_rows);
+  return tile;
+}
+
 static int64_t attention_scratch_bytes(const KvLayout& layout, int64_t group_size) {
-  const int64_t num_rows = tile_tokens(group_size) * group_size;
-  const int64_t floats = num_rows * (2 * layout.head_size + kPieceTokens) + 2 * (num_rows + kLanes);
-  return floats * static_cast<int64_t>(sizeof(float));
-}
-
-// Walks through the pairs of inputs of a panel of keys (inputs: dimensions, lanes: positions) or of values (positions,
-// dimensions).
-template <Compute compute>
-struct PairsOfPanel {
-  const std::byte* at;
-  int64_t pair_bytes, odd_bytes;  // to the next pair; float32 only: from the even to the odd input
-
-  GW_INLINE PairsOfPanel keys(const std::byte* panel) {
-    constexpr int64_t row = kKvPanel * 4;  // one dimension as float32, or a pair as bfloat16
-    return {panel, compute == Compute::f32 ? 2 * row : row, row};
-  }
-  GW_INLINE PairsOfPanel values(const std::byte* panel, int64_t head_size, int64_t first_dimension) {
-    const int64_t row = head_size * 4;
-    return {panel + first_dimension * 4, compute == Compute::f32 ? 2 * row : row, row};
-  }
-  [[gnu::always_inline]] inline v16 even() const {
-    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at)).even;
-    return load(reinterpret_cast<const float*>(at));
-  }
-  [[gnu::always_inline]] inline v16 odd() const {
-    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at)).odd;
-    return load(reinterpret_cast<const float*>(at + odd_bytes));
-  }
-};
-
-// Keeps the compiler from loading what comes after before what comes before is done: with the lanes of both halves of a
-// pair at once, AVX2 has too few registers for the sums of three rows.
-GW_INLINE void loads_stay_here() { __asm__ volatile("" ::: "memory"); }
-
-// One block of products of `rows` rows: total + (even + odd).
-template <int rows, int num_pairs, Compute compute>
-GW_INLINE void add_block(const float* x, int64_t x_stride, PairsOfPanel<compute> panel, v16 (&totals)[rows]) {
-  v16 even[rows], odd[rows];
-  for (int row = 0; row < rows; ++row) even[row] = odd[row] = zero();
-  for (int pair = 0; pair < num_pairs; ++pair) {
-    v16 lanes = panel.even();
-    for (int row = 0; row < rows; ++row) even[row] = fma(broadcast(x[row * x_stride + 2 * pair]), lanes, even[row]);
-    loads_stay_here();
-    lanes = panel.odd();
-    for (int row = 0; row < rows; ++row) odd[row] = fma(broadcast(x[row * x_stride + 2 * pair + 1]), lanes, odd[row]);
-    loads_stay_here();
-    panel.at += panel.pair_bytes;
-  }
-  for (int row = 0; row < rows; ++row) totals[row] = add(totals[row], add(even[row], odd[row]));
-}
-
-// Scores, not yet scaled, of `rows` rows and the 16 positions of a panel of keys.
-template <int rows, Compute compute>
-GW_INLINE void score_panel(const AttentionTile& tile, int64_t row, const std::byte* keys, float* scores) {
-  v16 totals[rows];
-  for (v16& total : totals) total = zero();
-  auto panel = PairsOfPanel<compute>::keys(keys);
-  const float* queries = tile.queries + row * tile.head_size;
-  int64_t d = 0;
-  for (; d + kBlockK <= tile.head_size; d += kBlockK, panel.at += kBlockK / 2 * panel.pair_bytes)
-    add_block<rows, kBlockK / 2>(queries + d, tile.head_size, panel, totals);
-  if (d < tile.head_size) add_block<rows, kBlockK / 4>(queries + d, tile.head_size, panel, totals);
-  for (int i = 0; i < rows; ++i) store(scores + (row + i) * kPieceTokens, totals[i]);
-}
-
-// Adds the values of the 16 positions of a panel, weighted, to `rows` rows.
-template <int rows, Compute compute>
-GW_INLINE void add_values(const AttentionTile& tile, int64_t row, const float* weights, const std::byte* values) {
-  float* out = tile.out + row * tile.head_size;
-  for (int64_t d = 0; d < tile.head_size; d += kLanes) {
-    v16 totals[rows];
-    for (int i = 0; i < rows; ++i) totals[i] = load(out + i * tile.head_size + d);
-    const auto panel = PairsOfPanel<compute>::values(values, tile.head_size, d);
-    add_block<rows, kKvPanel / 2>(weights + row * kPieceTokens, kPieceTokens, panel, totals);
-    for (int i = 0; i < rows; ++i) store(out + i * tile.head_size + d, totals[i]);
-  }
-}
-
-struct RowRange {
-  int64_t begin, end;
-};
-
-// Rows of the tile that see any of the positions from `first` to `last`.
-static RowRange rows_that_see(const AttentionTile& tile, int64_t window, int64_t first, int64_t last) {
-  const int64_t earliest = first - tile.first_token;  // token, counted from the tile's first
-  const int64_t begin = earliest > 0 ? earliest : 0;
-  int64_t end = tile.num_tokens();
-  if (window > 0 && last + window - tile.first_token < end) end = last + window - tile.first_token;
-  return {begin * tile.group_size, (end > begin ? end : begin) * tile.group_size};
-}
-
-// Calls `few` for threes of rows, then for what is left: three fill the registers of AVX2 with chains of additions.
-template <typename Three, typename Two, typename One>
-GW_INLINE void in_threes(RowRange rows, Three three, Two two, One one) {
-  int64_t row = rows.begin;
-  for (; row + 3 <= rows.end; row += 3) three(row);
-  if (row + 2 == rows.end) two(row);
-  if (row + 1 == rows.end) one(row);
-}
-
-template <Compute compute>
-static void score_rows(const AttentionTile& tile, RowRange rows, const std::byte* keys, float* scores) {
-  in_threes(
-      rows, [&](int64_t row) { score_panel<3, compute>(tile, row, keys, scores); },
-      [&](int64_t row) { score_panel<2, compute>(tile, row, keys, scores); },
-      [&](int64_t row) { score_panel<1, compute>(tile, row, keys, scores); });
-}
-
-template <Compute compute>
-static void add_values_of_rows(const AttentionTile& tile, RowRange rows, const float* weights, const std::byte* values) {
-  in_threes(
-      rows, [&](int64_t row) { add_values<3, compute>(tile, row, weights, values); },
-      [&](int64_t row) { add_values<2, compute>(tile, row, weights, values); },
-      [&](int64_t row) { add_values<1, compute>(tile, row, weights, values); });
+  Scratch scratch{nullptr};
+  lay_out<Compute::f32>(scratch, tile_tokens(group_size), group_size, layout.head_size);  // bf16 takes no more
+  return scratch.used;
 }
 
 // soft_cap * tanh(score / soft_cap), by tanh x = 1 - 2 / (e^2x + 1).
@@ -170,10 +76,14 @@ GW_INLINE v16 seen_lanes(int64_t first, int64_t last, int panel, v16 values, v16
   return first_lanes(within(first), others, first_lanes(within(last), values, others));
 }
 
+GW_INLINE void store_operands(float* at, v16 values) { store(at, values); }
+GW_INLINE void store_operands(uint16_t* at, v16 rounded) { store_bf16(at, rounded); }
+
 // Turns a row's scores of a piece into the weights of its values and corrects what the row has gathered. Positions of the
 // piece that the row sees: [first, last).
-static void weigh_row(const AttentionTile& tile, const AttentionArgs& args, int64_t row, int64_t first, int64_t last) {
-  float* scores = tile.scores + row * kPieceTokens;
+template <Compute compute>
+static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t row, int64_t first, int64_t last) {
+  const float* scores = tile.scores + row * kPieceTokens;
   const bool sees_all = first <= 0 && last >= kPieceTokens;
   v16 piece[kPiecePanels];
   v16 largest = broadcast(kUnseen);
@@ -191,13 +101,11 @@ static void weigh_row(const AttentionTile& tile, const AttentionArgs& args, int6
     v16 weight = exp(sub(piece[panel], broadcast(now)));
     if (!sees_all) weight = seen_lanes(first, last, panel, weight, zero());
     sum = add(sum, weight);
-    store(scores + panel * kLanes, args.layout.compute == Compute::bf16 ? round_bf16(weight) : weight);
+    store_operands(tile.weights + row * kPieceTokens + panel * kLanes, compute == Compute::bf16 ? round_bf16(weight) : weight);
   }
-  float corrections[kLanes];
   const v16 correction = exp(broadcast(before - now));
-  store(corrections, correction);
   tile.largest[row] = now;
-  tile.sums[row] = tile.sums[row] * corrections[0] + sum_of_lanes(sum);
+  tile.sums[row] = tile.sums[row] * first_lane(correction) + sum_of_lanes(sum);
   if (before == now) return;  // the correction is 1
   float* out = tile.out + row * tile.head_size;
   for (int64_t d = 0; d < tile.head_size; d += kLanes) store(out + d, mul(load(out + d), correction));
@@ -218,74 +126,72 @@ static const std::byte* panel_at(const AttentionArgs& args, int64_t position) {
          position % layout.block_size / kKvPanel * layout.panel_bytes();
 }
 
+// Rows of the tile that see any of the positions from `first` to `last`.
 template <Compute compute>
-static void attend_piece(const AttentionTile& tile, const AttentionArgs& args, int64_t piece) {
-  const int64_t start = piece * kPieceTokens;
-  const std::byte* panels[kPiecePanels];
-  RowRange rows[kPiecePanels];
+static RowRange rows_that_see(const QueryTile<compute>& tile, int64_t window, int64_t first, int64_t last) {
+  const int64_t earliest = first - tile.first_token;  // token, counted from the tile's first
+  const int64_t begin = earliest > 0 ? earliest : 0;
+  int64_t end = tile.num_tokens();
+  if (window > 0 && last + window - tile.first_token < end) end = last + window - tile.first_token;
+  return {begin * tile.group_size, (end > begin ? end : begin) * tile.group_size};
+}
+
+template <Compute compute>
+static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t number) {
+  Piece piece{};
+  piece.start = number * kPieceTokens;
+  piece.any = rows_that_see(tile, args.window, piece.start, piece.start + kPieceTokens - 1);
   for (int panel = 0; panel < kPiecePanels; ++panel) {
-    const int64_t first = start + panel * kKvPanel;
-    rows[panel] = rows_that_see(tile, args.window, first, first + kKvPanel - 1);
-    if (rows[panel].begin == rows[panel].end) continue;
-    panels[panel] = panel_at(args, first);
-    score_rows<compute>(tile, rows[panel], panels[panel], tile.scores + panel * kKvPanel);
+    const int64_t first = piece.start + panel * kKvPanel;
+    piece.rows[panel] = rows_that_see(tile, args.window, first, first + kKvPanel - 1);
+    if (piece.rows[panel].begin == piece.rows[panel].end) continue;
+    piece.keys[panel] = panel_at(args, first);
+    piece.values[panel] = piece.keys[panel] + args.layout.half_bytes();
   }
-  const RowRange any = rows_that_see(tile, args.window, start, start + kPieceTokens - 1);
-  for (int64_t row = any.begin; row < any.end; ++row) {
-    const int64_t position = tile.position(row) - start;
+  return piece;
+}
+
+template <Compute compute>
+static void attend_piece(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t number) {
+  const Piece piece = find_piece(tile, args, number);
+  score_piece(tile, piece);
+  const RowRange rows = rows_touched(piece.any);
+  for (int64_t row = rows.begin; row < std::min(rows.end, tile.num_rows); ++row) {
+    const int64_t position = tile.position(row) - piece.start;
     weigh_row(tile, args, row, args.window > 0 ? position - args.window + 1 : 0, position + 1);
   }
-  for (int panel = 0; panel < kPiecePanels; ++panel) {
-    if (rows[panel].begin == rows[panel].end) continue;
-    const std::byte* values = panels[panel] + args.layout.half_bytes();
-    add_values_of_rows<compute>(tile, rows[panel], tile.scores + panel * kKvPanel, values);
-  }
+  add_piece(tile, piece);
 }
 
-// The tile's part of a row of queries or of the result: elements from the first head of the group on.
-template <typename Args, typename Row>
-static auto activations_of(const Args& args, Row* rows, int64_t row, int64_t stride) {
-  using Bytes = std::conditional_t<std::is_const_v<Row>, const std::byte, std::byte>;
-  return static_cast<Bytes*>(rows) + row * stride * activation_bytes(args.layout.compute);
-}
-
-// Tile of the rows from `first_row` (of the call) on, with its memory in scratch.
-static AttentionTile open_tile(const AttentionArgs& args, int64_t first_row, int64_t num_tokens) {
-  const int64_t size = args.layout.head_size, group = args.group_size, num_rows = num_tokens * group;
-  AttentionTile tile{num_rows, group, size, args.start + first_row, nullptr, nullptr, nullptr, nullptr, nullptr};
-  float* scratch = reinterpret_cast<float*>(args.scratch);
-  const auto take = [&](int64_t count) {
-    float* taken = scratch;
-    scratch += (count + kLanes - 1) / kLanes * kLanes;
-    return taken;
-  };
-  tile.queries = take(num_rows * size);
-  tile.out = take(num_rows * size);
-  tile.scores = take(num_rows * kPieceTokens);
-  tile.largest = take(num_rows);
-  tile.sums = take(num_rows);
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    const auto* row = activations_of(args, args.queries, args.first_row + first_row + token, args.query_stride);
-    for (int64_t i = 0; i < group * size; i += kLanes) {
-      store(tile.queries + token * group * size + i, load_activations(row, args.kv_head * group * size + i, args.layout.compute));
-      store(tile.out + token * group * size + i, zero());
-    }
-  }
-  for (int64_t row = 0; row < num_rows; ++row) tile.largest[row] = kUnseen, tile.sums[row] = 0.0f;
+// Copies the tile's queries and clears what its rows gather. first_row: of the tile, among the rows of the call.
+template <Compute compute>
+static QueryTile<compute> open_tile(const AttentionArgs& args, int64_t first_row, int64_t num_tokens) {
+  Scratch scratch{args.scratch};
+  QueryTile<compute> tile = lay_out<compute>(scratch, num_tokens, args.group_size, args.layout.head_size);
+  tile.first_token = args.start + first_row;
+  const int64_t width = args.group_size * args.layout.head_size;  // of the group's heads in one row
+  const auto* queries = static_cast<const Operand<compute>*>(args.queries) + (args.first_row + first_row) * args.query_stride;
+  for (int64_t token = 0; token < num_tokens; ++token)
+    std::memcpy(tile.queries + token * width, queries + token * args.query_stride + args.kv_head * width,
+                static_cast<size_t>(width) * sizeof(Operand<compute>));
+  std::memset(tile.out, 0, static_cast<size_t>(num_tokens * width) * sizeof(float));
+  for (int64_t row = 0; row < tile.num_rows; ++row) tile.largest[row] = kUnseen, tile.sums[row] = 0.0f;
   return tile;
 }
 
-// Divides by the sums and writes the result. Adding zero makes -0, which a piece that is not seen can turn into +0, always +0.
-static void close_tile(const AttentionTile& tile, const AttentionArgs& args, int64_t first_row) {
+// Divides by the sums and writes the result. Adding zero makes -0, which a panel that is not seen can turn into +0, always +0.
+template <Compute compute>
+static void close_tile(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t first_row) {
   const int64_t size = tile.head_size, group = tile.group_size;
+  auto* rows = static_cast<Operand<compute>*>(args.out) + (args.first_row + first_row) * args.out_stride;
   for (int64_t row = 0; row < tile.num_rows; ++row) {
-    auto* target = activations_of(args, args.out, args.first_row + first_row + row / group, args.out_stride);
+    auto* target = rows + row / group * args.out_stride;
     const int64_t first = (args.kv_head * group + row % group) * size;
     const v16 sum = broadcast(tile.sums[row]);
     for (int64_t d = 0; d < size; d += kLanes)
-      store_activations(target, first + d, args.layout.compute, add(div(load(tile.out + row * size + d), sum), zero()));
+      store_activations(target, first + d, compute, add(div(load(tile.out + row * size + d), sum), zero()));
     const bool is_last = args.kv_head + 1 == args.layout.num_kv_heads && row % group + 1 == group;
-    if (is_last) pad_activations(target, first + size, args.layout.compute);
+    if (is_last) pad_activations(target, first + size, compute);
   }
 }
 
@@ -293,12 +199,15 @@ template <Compute compute>
 static void attend(const AttentionArgs& args) {
   const int64_t step = tile_tokens(args.group_size);
   for (int64_t row = 0; row < args.num_rows; row += step) {
-    const int64_t num_tokens = args.num_rows - row < step ? args.num_rows - row : step;
-    const AttentionTile tile = open_tile(args, row, num_tokens);
+    const int64_t num_tokens = std::min(step, args.num_rows - row);
+    const QueryTile<compute> tile = open_tile<compute>(args, row, num_tokens);
+#if defined(__AMX_BF16__)
+    if constexpr (compute == Compute::bf16) shape_tiles(tile.num_rows);
+#endif
     const int64_t earliest = args.window > 0 ? tile.first_token - args.window + 1 : 0;
     const int64_t last = tile.first_token + num_tokens - 1;
-    for (int64_t piece = earliest > 0 ? earliest / kPieceTokens : 0; piece <= last / kPieceTokens; ++piece)
-      attend_piece<compute>(tile, args, piece);
+    for (int64_t piece = std::max<int64_t>(earliest, 0) / kPieceTokens; piece <= last / kPieceTokens; ++piece)
+      attend_piece(tile, args, piece);
     close_tile(tile, args, row);
   }
 }

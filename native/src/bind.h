@@ -16,6 +16,8 @@ void bind_matrix(nanobind::module_& m);
 void bind_model(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_peaks(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
+void bind_block_copy(nanobind::module_& m);
 
 template <typename T, size_t dimensions>
 using InArray = nanobind::ndarray<const T, nanobind::ndim<dimensions>, nanobind::c_contig, nanobind::device::cpu>;

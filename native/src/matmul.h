@@ -9,6 +9,9 @@
 
 #include "decode.h"
 #include "kernels.h"
+#include "matmul_amx.h"
+#include "matmul_bf16.h"
+#include "matmul_dot.h"
 #include "matmul_epilogue.h"
 #include "matmul_tile.h"
 
@@ -21,7 +24,7 @@ inline constexpr int kDirectRows = 2;
 #else
 inline constexpr int kDirectRows = 2;
 #endif
-inline constexpr int64_t kStripBlocks = 8;              // blocks of a panel that are decoded at a time: 16 KiB
+inline constexpr int64_t kStripBlocks = 24;               // blocks of a panel that are decoded at a time: 48 KiB
 inline constexpr int64_t kChunkRows = 120;              // rows that share what was decoded, at most
 inline constexpr int64_t kChunkBytes = int64_t{1} << 18;  // of these rows' activations
 
@@ -31,7 +34,14 @@ struct MatmulScratch {
   alignas(64) float parked[kParkedSums];
 };
 
-static int64_t matmul_scratch_bytes(int64_t) { return sizeof(MatmulScratch); }
+static int64_t matmul_scratch_bytes([[maybe_unused]] int64_t num_inputs) {
+  constexpr int64_t bytes = sizeof(MatmulScratch);
+#if GW_PACKS_BF16
+  return std::max(bytes, bf16_scratch_bytes(num_inputs));
+#else
+  return bytes;
+#endif
+}
 
 // One panel by `rows` rows; totals [rows][kTotalsStride].
 template <Encoding encoding, Compute compute, int rows>
@@ -139,11 +149,11 @@ GW_INLINE int64_t choose_chunk_rows(int64_t num_rows, int64_t x_stride) {
   return std::min(most, (equal + kTileRows - 1) / kTileRows * kTileRows);
 }
 
-static void matmul(const MatmulArgs& args) {
+template <Compute compute>
+static void multiply_floats(const MatmulArgs& args) {
   const Panels& weights = *args.weights;
   MatmulScratch& scratch = *reinterpret_cast<MatmulScratch*>(args.scratch);
-  const bool is_f32 = args.compute == Compute::f32;
-  const GroupFunction multiply = is_f32 ? group_function<Compute::f32>(weights.encoding) : group_function<Compute::bf16>(weights.encoding);
+  const GroupFunction multiply = group_function<compute>(weights.encoding);
   const int64_t chunk_rows = choose_chunk_rows(args.num_rows, args.x_stride);
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
     Group group{static_cast<const float*>(args.x) + first * args.x_stride, args.x_stride, std::min(chunk_rows, args.num_rows - first),
@@ -155,6 +165,15 @@ static void matmul(const MatmulArgs& args) {
       finish(args, first, group.num_rows, panel, group.num_panels, scratch.totals);
     }
   }
+}
+
+static void matmul(const MatmulArgs& args) {
+  if (args.compute == Compute::f32) return multiply_floats<Compute::f32>(args);
+#if GW_PACKS_BF16
+  multiply_bf16(args);
+#else
+  multiply_floats<Compute::bf16>(args);
+#endif
 }
 
 }  // namespace giveway::GW_SET

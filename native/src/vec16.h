@@ -298,6 +298,7 @@ GW_INLINE float sum_of_lanes(v16 x) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+GW_INLINE float first_lane(v16 x) { return _mm256_cvtss_f32(lower_half(x)); }
 GW_INLINE float largest_lane(v16 x) {
   const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -310,6 +311,7 @@ GW_INLINE float sum_of_lanes(v16 x) {
     for (int lane = 0; lane < half; ++lane) x.lanes[lane] += x.lanes[lane + half];
   return x.lanes[0];
 }
+GW_INLINE float first_lane(v16 x) { return x.lanes[0]; }
 GW_INLINE float largest_lane(v16 x) {
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; ++lane) x.lanes[lane] = x.lanes[lane] > x.lanes[lane + half] ? x.lanes[lane] : x.lanes[lane + half];

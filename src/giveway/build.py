@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from giveway.backends import load_backend
 from giveway.core.config import (
     LEAST_URGENT_CLASS,
     MOST_URGENT_CLASS,
@@ -216,6 +217,7 @@ def read_cost_profile(path: Path) -> CostProfile:
 def _check(options: EngineOptions) -> None:
     for name, choices in (
         ("device", ("auto", "cpu", "cuda", "dry")),
+        ("backend", ("auto", "native", "torch")),
         ("scheduling_policy", tuple(policy.value for policy in SchedulingPolicy)),
         ("preemption_mode", tuple(choice.value for choice in PreemptionChoice)),
         ("preemption_victim", (None, *(order.value for order in VictimOrder))),
@@ -258,15 +260,14 @@ def _dry_model() -> Model:
 
 
 def _tiny_model(options: EngineOptions) -> Model:
+    from giveway.runtime.tiny import tiny_checkpoint
     from giveway.runtime.tokenizer.byte_tokenizer import BYTE_CHAT_TEMPLATE, ByteTokenizer
     from giveway.runtime.tokenizer.chat_template import ChatTemplate
-    from giveway.runtime.torch import load_backend
-    from giveway.runtime.torch.tiny import tiny_checkpoint
 
     checkpoint, tokenizer = tiny_checkpoint(), ByteTokenizer()
     return Model(
         name="tiny",
-        backend=load_backend(checkpoint, **_backend_arguments(options)),
+        backend=load_backend(options, checkpoint),
         tokenizer=tokenizer,
         encode_chat=_chat_encoder(tokenizer, ChatTemplate(BYTE_CHAT_TEMPLATE), "tiny"),
         max_positions=checkpoint.config.max_positions,
@@ -277,12 +278,11 @@ def _tiny_model(options: EngineOptions) -> Model:
 
 def _real_model(options: EngineOptions) -> Model:
     from giveway.runtime.model_source import open_model
-    from giveway.runtime.torch import load_backend
 
     source = open_model(options.model)
     return Model(
         name=source.name,
-        backend=load_backend(source.checkpoint, **_backend_arguments(options)),
+        backend=load_backend(options, source.checkpoint),
         tokenizer=source.tokenizer,
         encode_chat=_chat_encoder(source.tokenizer, source.compile_chat_template(), source.name),
         max_positions=source.checkpoint.config.max_positions,
@@ -292,15 +292,6 @@ def _real_model(options: EngineOptions) -> Model:
             top_p=1.0 if source.generation.top_p is None else source.generation.top_p,
         ),
     )
-
-
-def _backend_arguments(options: EngineOptions) -> dict[str, Any]:
-    return {
-        "device": options.device,
-        "dtype": options.dtype,
-        "exact": options.exact,
-        "num_threads": options.num_threads,
-    }
 
 
 def _chat_encoder(tokenizer: ChatTokenizing, template: ChatTemplate | None, name: str) -> ChatEncoder:

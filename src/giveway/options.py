@@ -57,12 +57,19 @@ class EngineOptions:
         "A .gguf file, a safetensors directory, a hub name, or 'tiny'. Default: the embedded SmolLM2-135M-Instruct.",
     )
     device: str = _option("auto", "Where to compute.", choices=("auto", "cpu", "cuda", "dry"))
+    backend: str = _option(
+        "auto",
+        "What computes: the native kernels (CPU only) or PyTorch. Default: the kernels where they are installed and "
+        "can run the model.",
+        choices=("auto", "native", "torch"),
+    )
     dtype: str = _option("auto", "Type of weights and KV cache.", choices=("auto", "float32", "bfloat16", "float16"))
     exact: bool | None = _option(
         None,
-        "Answers do not depend on batch mates, chunking or preemption, to the bit. Default: on for cpu, off for cuda.",
+        "Answers do not depend on batch mates, chunking or preemption, to the bit. Default: on for cpu, off for cuda. "
+        "The native kernels always keep this.",
     )
-    num_threads: int | None = _option(None, "CPU threads. Default: what PyTorch chooses.")
+    num_threads: int | None = _option(None, "CPU threads. Default: one for each physical core.")
     max_model_len: int | None = _option(
         None, "Prompt + output tokens of one request. Default: what the model was trained for, or what the pool holds."
     )

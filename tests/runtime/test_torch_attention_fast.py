@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from giveway.runtime.tiny import tiny_checkpoint
 from giveway.runtime.torch import load_backend
 from giveway.runtime.torch.attention import AttentionShape, Chunk
 from giveway.runtime.torch.attention_fast import VarlenAttention, activate_flash_attention_3, choose_fast_attention
 from giveway.runtime.torch.backend import TorchBackend
-from giveway.runtime.torch.tiny import tiny_checkpoint
 from tests.runtime.torch_driver import Driver, random_tokens
 
 

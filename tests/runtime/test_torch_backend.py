@@ -15,9 +15,9 @@ from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError, M
 from giveway.core.ids import DeviceBlockId
 from giveway.core.sampling import SamplingParams
 from giveway.runtime.backend import Backend, BatchSequence, SequenceResult, TokenLogprobs
+from giveway.runtime.tiny import tiny_checkpoint
 from giveway.runtime.torch import load_backend
 from giveway.runtime.torch.backend import TorchBackend, _to_host
-from giveway.runtime.torch.tiny import tiny_checkpoint
 from tests.runtime.torch_driver import GREEDY, Driver, random_tokens, sample_input
 
 TINY_UP_VALUES = [-0.28119218349456787, -0.3039258122444153, 0.020030884072184563]
@@ -73,7 +73,7 @@ def test_missing_torch_names_the_command_that_installs_it(monkeypatch: pytest.Mo
 
 def test_importing_the_package_does_not_import_torch() -> None:
     code = (
-        "import sys; import giveway.runtime.torch, giveway.runtime.torch.tiny, giveway.runtime.sampler; "
+        "import sys; import giveway.runtime.torch, giveway.runtime.tiny, giveway.runtime.sampler; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

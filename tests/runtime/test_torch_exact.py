@@ -12,6 +12,7 @@ import torch
 from giveway.core.ids import HostBlockId
 from giveway.core.sampling import SamplingParams
 from giveway.runtime.backend import BatchSequence
+from giveway.runtime.tiny import tiny_checkpoint
 from giveway.runtime.torch import load_backend, weights
 from giveway.runtime.torch.attention import PIECE_TOKENS, Bucket, attend_in_pieces, num_pieces
 from giveway.runtime.torch.exact_ops import (
@@ -24,7 +25,6 @@ from giveway.runtime.torch.exact_ops import (
     noise_operands,
     silu_times,
 )
-from giveway.runtime.torch.tiny import tiny_checkpoint
 from giveway.runtime.torch.weights import choose_product
 from tests.runtime.torch_driver import Driver, random_tokens, sample_input
 

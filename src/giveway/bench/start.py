@@ -73,7 +73,7 @@ def bench_start(model: str | None, *, num_rounds: int = 5) -> Report:
 def _weight_bytes(model: str | None) -> int:
     """Bytes of all parameters as float32, what a CPU computes in unless told otherwise."""
     if model == "tiny":
-        from giveway.runtime.torch.tiny import tiny_checkpoint
+        from giveway.runtime.tiny import tiny_checkpoint
 
         config = tiny_checkpoint().config
     else:

@@ -138,7 +138,7 @@ def _machine_without_torch(options: EngineOptions) -> _Machine:
 def _open(model: str | None) -> tuple[str, ModelConfig, int | None]:
     """Name, geometry and stored bytes; None: it is made in memory."""
     if model == "tiny":
-        from giveway.runtime.torch.tiny import tiny_checkpoint
+        from giveway.runtime.tiny import tiny_checkpoint
 
         return "tiny", tiny_checkpoint().config, None
     source = open_model(model)

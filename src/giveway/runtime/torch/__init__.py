@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import TYPE_CHECKING
 
 from giveway.core.errors import MissingDependencyError
-
-# PyTorch's threads wait for each other by spinning, by default for milliseconds. When another process wants the cores,
-# the thread that is waited for does not run meanwhile: a step of 20 ms was seen to take 500. Ten thousand turns, some
-# tens of microseconds, are as fast on a quiet machine and harmless on a busy one. Read when PyTorch is loaded.
-_SPIN_TURNS = "10000"
+from giveway.runtime.threads import limit_spinning
 
 if TYPE_CHECKING:
     from giveway.runtime.torch.backend import TorchBackend
     from giveway.runtime.weights.checkpoint import Checkpoint
-
-
-def limit_spinning() -> None:
-    """Keep OpenMP's threads from spinning long for each other; call before torch is imported.
-
-    Sets the environment variable GOMP_SPINCOUNT unless it, or OMP_WAIT_POLICY, is set.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_TURNS)
 
 
 def load_backend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from torch import Tensor
 from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId
 from giveway.runtime.backend import BatchSequence, MemoryPool, SampleInput, SequenceResult, TokenLogprobs
+from giveway.runtime.batch_checks import check_batch
 from giveway.runtime.sampler import (
     all_forbidden_fault,
     choose_token,
@@ -220,34 +222,18 @@ class TorchBackend:
 
     def _check(self, batch: Sequence[BatchSequence], model: Model, storage: KVStorage) -> list[Chunk]:
         """Check every id before anything is written; returns the rows of each sequence."""
-        chunks: list[Chunk] = []
-        first_row, block_size = 0, storage.shape.block_size
-        for sequence in batch:
-            count, end = len(sequence.token_ids), sequence.start + len(sequence.token_ids)
-            who = f"request {sequence.request_id!r}"
-            if count < 1 or sequence.start < 0:
-                raise DeviceFaultError(f"{who}: {count} tokens from position {sequence.start} cannot be computed")
-            if end > model.rope.num_positions:
-                raise DeviceFaultError(
-                    f"{who}: position {end - 1} is beyond the last, {model.rope.num_positions - 1} (the model has "
-                    f"{self._config.max_positions} positions, the pool {storage.num_device_blocks} blocks)"
-                )
-            if end > len(sequence.block_table) * block_size:
-                raise DeviceFaultError(
-                    f"{who}: {end} tokens need {-(-end // block_size)} KV blocks, "
-                    f"its table has {len(sequence.block_table)}"
-                )
-            low, high = min(sequence.token_ids), max(sequence.token_ids)
-            if low < 0 or high >= self.vocab_size:
-                wrong = low if low < 0 else high
-                raise DeviceFaultError(f"{who}: token id {wrong} is outside the vocabulary of {self.vocab_size}")
-            used = sequence.block_table[: -(-end // block_size)]
-            if min(used) < 0 or max(used) >= storage.num_device_blocks:
-                wrong = min(used) if min(used) < 0 else max(used)
-                raise DeviceFaultError(f"{who}: KV block {wrong} is outside the pool of {storage.num_device_blocks}")
-            chunks.append(Chunk(first_row, count, sequence.start, sequence.block_table))
-            first_row += count
-        return chunks
+        check_batch(
+            batch,
+            vocab_size=self.vocab_size,
+            num_positions=model.rope.num_positions,
+            num_blocks=storage.num_device_blocks,
+            block_size=storage.shape.block_size,
+        )
+        first_rows = [0, *accumulate(len(sequence.token_ids) for sequence in batch)]
+        return [
+            Chunk(first_row, len(sequence.token_ids), sequence.start, sequence.block_table)
+            for first_row, sequence in zip(first_rows, batch, strict=False)
+        ]
 
     def _sample(
         self, model: Model, hidden: Tensor, batch: Sequence[BatchSequence], chunks: Sequence[Chunk]
