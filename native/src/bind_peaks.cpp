@@ -79,7 +79,7 @@ std::shared_ptr<Workload> product(std::shared_ptr<Matrix> matrix, int64_t num_ro
 AttentionShape attention_shape(int64_t num_sequences, int64_t num_rows, int64_t context, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t block_size, const std::string& compute) {
   require(num_sequences > 0 && num_rows > 0 && context >= num_rows, "sequences have at least one row, and no more rows than positions");
   require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0, "the heads must be a multiple of the KV heads");
-  require(head_size > 0 && head_size % kLanes == 0 && head_size <= 256, "the head size must be a multiple of 16, at most 256");
+  require(head_size > 0 && head_size % kLanes == 0 && head_size <= kLargestHead, "the head size must be a multiple of 16, at most 256");
   require(block_size > 0 && block_size % kKvPanel == 0, "the block size must be a multiple of 16 tokens");
   return {num_sequences, num_rows, context, num_heads, num_kv_heads, head_size, block_size, compute_named(compute)};
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "vec16.h"
+#include "matmul_amx.h"
 
 namespace giveway::GW_SET {
 
@@ -41,31 +41,22 @@ GW_INLINE void multiply_in_registers(int64_t rounds, Multiply multiply) {
 
 #if defined(__AMX_BF16__)
 
-struct TileConfiguration {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t num_rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileConfiguration) == 64);
-
-// Four sums of two by two tiles, as a product of matrices would have them; whatever configuration there is comes back.
-static int64_t multiply_bf16(int64_t rounds) {
-  alignas(64) TileConfiguration own, before;
-  _tile_storeconfig(&before);
-  _tile_loadconfig(&own);
+// Four sums of two by two tiles, as in a product of matrices.
+static int64_t bf16_peak(int64_t rounds) {
+  configure_tiles(32);
   for (int64_t round = 0; round < rounds; ++round) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_loadconfig(&before);
-  return rounds * 4 * (16 * 16 * 32) * 2;
+  _tile_release();
+  return rounds * 4 * (16 * 16 * kBlockK) * 2;
 }
 
 #elif defined(__AVX512BF16__)
 
-static int64_t multiply_bf16(int64_t rounds) {
+static int64_t bf16_peak(int64_t rounds) {
   v16 factor = zero();
   keep(factor);
   const auto pairs = (__m512bh)factor.lanes;
@@ -79,7 +70,7 @@ static int64_t multiply_bf16(int64_t rounds) {
 // were; a multiply-add is two.
 static int64_t multiply_peak([[maybe_unused]] Compute compute, int64_t rounds) {
 #if defined(__AVX512BF16__)
-  if (compute == Compute::bf16) return multiply_bf16(rounds);
+  if (compute == Compute::bf16) return bf16_peak(rounds);
 #endif
   v16 factor = broadcast(0.5f);
   keep(factor);
