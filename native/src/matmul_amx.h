@@ -35,7 +35,10 @@ GW_INLINE void multiply_tiles(const PairStrip& strip) {
   const uint16_t* upper = strip.x;
   const uint16_t* lower = strip.x + 16 * strip.x_stride;
   __asm__ volatile("" : : : "memory");  // nor does the one that loads a tile tell which memory it reads
-  _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t block = 0; block < strip.num_blocks; ++block) {
     _tile_loadd(4, upper + block * kBlockK, x_bytes);
     _tile_loadd(6, strip.weights[0] + block * kPairWords, kTileRowBytes);

@@ -17,7 +17,8 @@ from giveway.demo.workload import Workload, urgent_among_background, write_up
 from giveway.options import EngineOptions
 
 DRY = EngineOptions(device="dry", check_invariants=True)
-TINY = EngineOptions(model="tiny", device="cpu", exact=True, check_invariants=True)
+# Blocks of all sizes, which PyTorch takes.
+TINY = EngineOptions(model="tiny", device="cpu", backend="torch", exact=True, check_invariants=True)
 BY_POLICY = {scenario.policy: scenario for scenario in SCENARIOS}
 
 

@@ -20,7 +20,7 @@ def bench_exact(options: EngineOptions, *, num_rounds: int = 5, num_steps: int =
     """Measure decode at several batch sizes and one long prefill, exact and not exact alternating."""
     engines = {
         exact: build_on(
-            load_model(replace(options, exact=exact)),
+            load_model(replace(options, backend="torch", exact=exact)),
             replace(
                 options,
                 exact=exact,

@@ -28,6 +28,7 @@ COMMANDS = {
     "explain": ("giveway.cli.explain", "Say why a request waited, from a file that --trace wrote."),
     "trace": ("giveway.cli.trace", "Draw such a file for ui.perfetto.dev."),
     "info": ("giveway.cli.info", "Show a model's geometry, and what fits into memory."),
+    "verify": ("giveway.cli.verify", "Check that whoever gives way gets the undisturbed answer, to the bit."),
     "bench": ("giveway.cli.bench", "Measure what this engine costs and gives."),
 }
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
 from giveway.cli.flags import flag, takes_engine_options
-from giveway.core.errors import ConfigError
+from giveway.cli.output_file import open_target
 from giveway.options import EngineOptions
 
 
@@ -37,23 +36,11 @@ def command(options: EngineOptions, write_up: bool, json_file: str | None) -> in
     from giveway.demo.display import make_display
     from giveway.demo.show import run_demo
 
-    target = _open_target(json_file)
+    target = open_target(json_file)
     if write_up:
-        options = replace(options, model=options.model or "tiny")
+        options = replace(options, model=options.model or "tiny", block_size=1)  # before a backend is chosen for it
     make = workload.write_up if write_up else workload.urgent_among_background
     result = run_demo(options, make, make_display())
     if target is not None:
         target.write_text(json.dumps(result.as_json(), indent=2) + "\n")
     return 0 if result.is_as_promised else 1
-
-
-def _open_target(json_file: str | None) -> Path | None:
-    """Fail before the work, not after it, when the file cannot be written."""
-    if json_file is None:
-        return None
-    path = Path(json_file)
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}. Name another file with --json.") from error
-    return path
