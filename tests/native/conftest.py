@@ -7,7 +7,9 @@ import pytest
 try:
     from giveway_kernels import instruction_sets
 except ImportError:
-    SETS = [pytest.param("", marks=pytest.mark.skip(reason="giveway-kernels is not installed: `make kernels` builds it"))]
+    SETS = [
+        pytest.param("", marks=pytest.mark.skip(reason="giveway-kernels is not installed: `make kernels` builds it"))
+    ]
 else:
     SETS = [pytest.param(name) for name, why_not in instruction_sets() if not why_not]
 

@@ -1,6 +1,7 @@
 """The layers of a Llama model as plainly as numpy says them, in float64: what the kernels are compared with.
 
-Rounding of `bf16` is done where the kernels do it (activations, keys, values, weights of attention); sums are exact enough.
+Rounding of `bf16` is done where the kernels do it (activations, keys, values, weights of attention); sums are
+exact enough.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def reference_logits(model: SmallModel, tokens: list[int], compute: str) -> Doub
     """Logits after every token of one request, [tokens, vocab]."""
     rounded: Rounding = round_to_bf16 if compute == "bf16" else lambda values: values
     eps = model.shape["norm_eps"]
-    hidden = _matrix(model.embedding)[tokens]
+    hidden = rounded(_matrix(model.embedding))[tokens]  # float32 is not kept where bfloat16 is multiplied
     for layer in model.layers:
         normed = rounded(_norm(hidden, _vector(layer["input_norm"]), eps))
         hidden = hidden + _product(rounded(_attend(model, layer, normed, rounded)), layer, "output", rounded)
@@ -48,7 +49,8 @@ def _vector(weight: Any) -> Doubles:
 
 
 def _norm(rows: Doubles, weight: Doubles, eps: float) -> Doubles:
-    return rows / np.sqrt((rows**2).mean(axis=-1, keepdims=True) + eps) * weight
+    scale: Doubles = weight / np.sqrt((rows**2).mean(axis=-1, keepdims=True) + eps)
+    return rows * scale
 
 
 def _product(rows: Doubles, layer: dict[str, Any], name: str, rounded: Rounding) -> Doubles:
@@ -56,9 +58,12 @@ def _product(rows: Doubles, layer: dict[str, Any], name: str, rounded: Rounding)
 
 
 def _activate(gate: Doubles, kind: str) -> Doubles:
+    share: Doubles
     if kind == "silu":
-        return gate / (1 + np.exp(-gate))
-    return gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2
+        share = 1 / (1 + np.exp(-gate))
+    else:
+        share = (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2
+    return gate * share
 
 
 def _heads(model: SmallModel, layer: dict[str, Any], name: str, rows: Doubles, rounded: Rounding) -> Doubles:
@@ -87,5 +92,5 @@ def _attend(model: SmallModel, layer: dict[str, Any], normed: Doubles, rounded: 
     is_seen = (distance >= 0) & (distance < (shape["window"] or len(normed)))
     scores = np.where(is_seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    attended = rounded(weights) @ values / weights.sum(axis=-1, keepdims=True)
+    attended: Doubles = rounded(weights) @ values / weights.sum(axis=-1, keepdims=True)
     return attended.transpose(1, 0, 2).reshape(len(normed), -1)

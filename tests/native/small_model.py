@@ -16,7 +16,7 @@ from giveway.runtime.weights.dequantize import dequantize
 Floats = npt.NDArray[np.float32]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 37,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -193,4 +193,4 @@ class Runner:
         num_rows = sum(len(chunk.tokens) for chunk in chunks)
         out = np.empty((num_rows, self.model.logits_stride), np.float32)
         self.model.logits(np.arange(num_rows, dtype=np.int64), out, self.num_threads)
-        return out[:, : SHAPE["vocab_size"]]  # type: ignore[misc]  # the values of SHAPE are of several types
+        return out[:, : SHAPE["vocab_size"]]

@@ -63,8 +63,8 @@ def test_logits_are_those_of_the_layers_written_out_in_numpy(case: str, isa: str
     found = whole(Runner(model.pack(compute=compute, isa=isa)))
     expected = reference_logits(model, TOKENS, compute)
     scale = np.abs(expected).max()
-    # A value halfway between two bfloat16s may be rounded either way, so bf16 is only as near as its 8 bits.
-    assert np.abs(found - expected).max() < scale * (3e-2 if compute == "bf16" else 2e-6)
+    # A value halfway between two bfloat16s may be rounded either way; what is computed from it differs from then on.
+    assert np.abs(found - expected).max() < scale * (1.5e-2 if compute == "bf16" else 2e-6)
 
 
 def test_one_token_at_a_time_gives_what_one_long_prompt_gives(small_model: SmallModel, isa: str, compute: str) -> None:
@@ -230,7 +230,7 @@ def test_arrays_that_do_not_belong_together_are_refused(small_model: SmallModel,
         ({"table_ends": np.array([2], np.int64)}, ValueError, "out of order"),
         ({"num_blocks": 25}, ValueError, "smaller than its blocks"),
         ({"num_blocks": 2**62}, ValueError, "smaller than its blocks"),
-        ({"block_size": 24}, ValueError, "multiple of 16"),
+        ({"block_size": 24, "num_blocks": 2}, ValueError, "multiple of 16"),
         ({"num_threads": 0}, ValueError, "at least one thread"),
         ({"num_rows": np.array([1], np.int64)}, IndexError, "do not cover the rows"),
         ({"num_rows": np.array([3], np.int64)}, IndexError, "sequence of 3 rows: 2 are left"),
