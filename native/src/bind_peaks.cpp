@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <omp.h>
 
-#include <atomic>
 #include <chrono>
 #include <memory>
 
@@ -23,21 +22,25 @@ double seconds_since(std::chrono::steady_clock::time_point started) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
-// Operations per second of all threads together.
-double multiply_peak(const std::string& compute, const std::string& isa, int num_threads, int64_t num_rounds) {
-  require(num_threads > 0 && num_rounds > 0, "at least one thread and one round are needed");
+// Operations per second of all threads together, which multiply for about so many seconds.
+double multiply_peak(const std::string& compute, const std::string& isa, int num_threads, double seconds) {
+  constexpr int64_t kRounds = 1000;  // between two looks at the clock: some microseconds
+  require(num_threads > 0, "at least one thread is needed");
   const Kernels& kernels = kernels_or_chosen(isa);
   const Compute type = compute_named(compute);
   const nb::gil_scoped_release released;
-  std::atomic<int64_t> num_operations{0};
-  const auto started = std::chrono::steady_clock::now();
-#pragma omp parallel num_threads(num_threads)
+  double peak = 0;
+#pragma omp parallel num_threads(num_threads) reduction(+ : peak)
   {
     const uint32_t state = kernels.enter();
-    num_operations += kernels.multiply_peak(type, num_rounds);
+    int64_t num_operations = 0;
+    const auto started = std::chrono::steady_clock::now();
+    do num_operations += kernels.multiply_peak(type, kRounds);
+    while (seconds_since(started) < seconds);
+    peak += static_cast<double>(num_operations) / seconds_since(started);
     kernels.leave(state);
   }
-  return static_cast<double>(num_operations) / seconds_since(started);
+  return peak;
 }
 
 // Bytes per second of all threads together. They take pieces, so that a slow one holds up little.
@@ -108,8 +111,8 @@ double run(Workload& workload, int64_t num_turns, int num_threads) {
 }  // namespace
 
 void bind_peaks(nb::module_& m) {
-  m.def("multiply_peak", &multiply_peak, nb::arg("compute"), nb::kw_only(), nb::arg("isa") = "", nb::arg("num_threads") = 1, nb::arg("num_rounds") = 1,
-        "Operations per second of multiply-adds (two operations each) in registers, of all threads together. A round is some hundred.");
+  m.def("multiply_peak", &multiply_peak, nb::arg("compute"), nb::kw_only(), nb::arg("isa") = "", nb::arg("num_threads") = 1, nb::arg("seconds") = 0.005,
+        "Operations per second of multiply-adds (two operations each) in registers, of all threads together. Takes about so many seconds.");
   m.def("read_peak", &read_peak, nb::arg("buffer"), nb::kw_only(), nb::arg("isa") = "", nb::arg("num_threads") = 1,
         "Bytes per second at which all threads together read a uint8 buffer once, in whole MiB.");
   nb::class_<Workload>(m, "Workload", "One kernel over and over on data of its own, shared out among threads as in a step: for timing.")

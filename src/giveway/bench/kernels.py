@@ -131,26 +131,15 @@ class PeakMeter:
     def __init__(self, setting: Setting, num_bytes: int, measured_s: float) -> None:
         self._setting = setting
         self._buffer = np.ones(num_bytes, np.uint8)
-        self._num_rounds = 1
-        while self._seconds_of_rounds() < measured_s / 4:
-            self._num_rounds *= 2
+        self._measured_s = measured_s
         self.found: list[Peaks] = []
-
-    def _seconds_of_rounds(self) -> float:
-        started = time.perf_counter()
-        self._multiply()
-        return time.perf_counter() - started
-
-    def _multiply(self) -> float:
-        setting = self._setting
-        return multiply_peak(
-            setting.compute, isa=setting.isa, num_threads=setting.num_threads, num_rounds=self._num_rounds
-        )
 
     def measure(self) -> Peaks:
         """Take both peaks once."""
-        read = read_peak(self._buffer, isa=self._setting.isa, num_threads=self._setting.num_threads)
-        self.found.append(Peaks(read, self._multiply()))
+        isa, num_threads = self._setting.isa, self._setting.num_threads
+        read = read_peak(self._buffer, isa=isa, num_threads=num_threads)
+        multiply = multiply_peak(self._setting.compute, isa=isa, num_threads=num_threads, seconds=self._measured_s)
+        self.found.append(Peaks(read, multiply))
         return self.found[-1]
 
 
@@ -192,8 +181,8 @@ def bench_kernels(setting: Setting, *, sizes: Sizes = FULL, num_rounds: int = 7)
 
 
 def _choose_turns(operation: Operation, measured_s: float) -> int:
-    operation.run(1)  # memory is touched, threads are started
-    return max(1, min(10_000, round(measured_s / operation.run(1))))
+    turn_s = min(operation.run(1) for _ in range(3))  # the first touches memory and starts threads
+    return max(1, min(10_000, round(measured_s / turn_s)))
 
 
 def _products(setting: Setting, sizes: Sizes) -> Iterator[Operation]:
@@ -336,7 +325,7 @@ def _row(operation: Operation, taken: Sequence[tuple[Peaks, float]]) -> dict[str
         "gb_s": sum(cost.num_bytes for cost in operation.costs) / seconds.median / 1e9,
         "gflop_s": sum(cost.num_operations for cost in operation.costs) / seconds.median / 1e9,
         "floor_is": "reading" if 2 * read_s >= operation.floor_s(peaks) else "arithmetic",
-        "of_floor_pct": 100 * shares.median,
+        "share_pct": 100 * shares.median,
     }
     if operation.num_tokens:
         row["tok_s"] = operation.num_tokens / seconds.median
