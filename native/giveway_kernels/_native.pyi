@@ -105,6 +105,47 @@ def attend(
     isa: str = "",
     repeat: int = 1,
 ) -> _Floats: ...
+def multiply_peak(compute: str, *, isa: str = "", num_threads: int = 1, seconds: float = 0.005) -> float: ...
+def read_peak(buffer: _Bytes, *, isa: str = "", num_threads: int = 1) -> float: ...
+
+class Workload:
+    @staticmethod
+    def product(
+        matrix: Matrix,
+        *,
+        num_rows: int,
+        num_outputs: int,
+        compute: str,
+        epilogue: str = "store",
+        isa: str = "",
+    ) -> Workload: ...
+    @staticmethod
+    def attention(
+        *,
+        num_sequences: int,
+        num_rows: int,
+        context: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        compute: str,
+        isa: str = "",
+    ) -> Workload: ...
+    @staticmethod
+    def rotation(
+        *,
+        num_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        compute: str,
+        isa: str = "",
+    ) -> Workload: ...
+    @staticmethod
+    def norm(*, num_rows: int, size: int, compute: str, isa: str = "") -> Workload: ...
+    def run(self, num_turns: int, *, num_threads: int = 1) -> float: ...
 
 _Entry = tuple[float, int, tuple[tuple[int, float], ...]]
 

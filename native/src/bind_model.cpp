@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "bind.h"
@@ -86,7 +87,7 @@ void run(Model& model, const InArray<int32_t, 1>& tokens, const InArray<int64_t,
   const size_t num_sequences = num_rows.shape(0);
   require(starts.shape(0) == num_sequences && table_ends.shape(0) == num_sequences, "the arrays of the sequences differ in length");
   require(num_threads > 0, "at least one thread is needed");
-  require(block_size > 0 && num_blocks >= 0 && static_cast<int64_t>(pool.shape(0)) >= num_blocks * model.kv_layout(block_size).block_bytes(), "the pool is smaller than its blocks");
+  require(block_size > 0 && num_blocks >= 0 && static_cast<int64_t>(pool.shape(0)) / model.kv_layout(block_size).block_bytes() >= num_blocks, "the pool is smaller than its blocks");
   Batch batch;
   batch.tokens = tokens.data();
   batch.num_rows = static_cast<int64_t>(tokens.shape(0));
@@ -94,8 +95,9 @@ void run(Model& model, const InArray<int32_t, 1>& tokens, const InArray<int64_t,
   for (size_t index = 0; index < num_sequences; ++index) {
     const int64_t end = table_ends.data()[index];
     require(table_start <= end && end <= static_cast<int64_t>(tables.shape(0)), "the ends of the block tables are out of order");
-    batch.sequences.push_back({first_row, num_rows.data()[index], starts.data()[index], tables.data() + table_start, end - table_start});
-    first_row += num_rows.data()[index];
+    const int64_t count = num_rows.data()[index];
+    batch.sequences.push_back({first_row, count, starts.data()[index], tables.data() + table_start, end - table_start});
+    first_row += std::clamp<int64_t>(count, 0, batch.num_rows);  // too many are found out by the model
     table_start = end;
   }
   const Pool blocks{reinterpret_cast<std::byte*>(pool.data()), num_blocks, block_size};

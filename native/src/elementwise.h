@@ -7,8 +7,6 @@
 
 namespace giveway::GW_SET {
 
-inline constexpr int64_t kLargestHead = 256;
-
 // 1 / sqrt(mean of squares + eps).
 static float inverse_root_mean_square(const float* row, int64_t size, float eps) {
   v16 squares = zero();

@@ -6,6 +6,7 @@
 #include "floating_mode.h"
 #include "kernels.h"
 #include "matmul.h"
+#include "peaks.h"
 
 namespace giveway::GW_SET {
 
@@ -22,7 +23,9 @@ static constexpr Kernels make_kernels(const char* name, int64_t row_multiple = 1
           rotate,
           rms_norm,
           embed,
-          to_activations};
+          to_activations,
+          multiply_peak,
+          read_peak};
 }
 
 }  // namespace giveway::GW_SET

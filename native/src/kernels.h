@@ -90,6 +90,10 @@ struct Kernels {
   void (*embed)(const Panels& table, int64_t token, float* out);
   // Stores float32 values as activations; for tests and for whatever computes outside these kernels.
   void (*to_activations)(const float* values, int64_t size, Compute compute, void* out);
+  // What the others are held against (peaks.h). Runs `rounds` rounds of multiply-adds in registers; returns how many
+  // operations that were, two for each multiply-add.
+  int64_t (*multiply_peak)(Compute compute, int64_t rounds);
+  void (*read_peak)(const std::byte* data, int64_t num_bytes);  // reads it all and does nothing else
 };
 
 extern const Kernels kernels_scalar;

@@ -34,8 +34,12 @@ void check_vector(const Floats& values, int64_t size, bool may_lack, const char*
 }
 
 void check_weights(const ModelShape& shape, const ModelWeights& weights) {
-  require(shape.head_size % kLanes == 0 && shape.intermediate_size % kPanelColumns == 0,
-          "head size and intermediate size must be multiples of 16");
+  require(shape.head_size > 0 && shape.head_size % kLanes == 0 && shape.head_size <= kLargestHead,
+          "the head size must be a multiple of 16, at most " + std::to_string(kLargestHead));
+  require(shape.num_kv_heads > 0 && shape.num_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
+          "the heads must be a multiple of the KV heads");
+  require(shape.intermediate_size > 0 && shape.intermediate_size % kPanelColumns == 0,
+          "the intermediate size must be a multiple of 16");
   require(static_cast<int64_t>(weights.layers.size()) == shape.num_layers, "the number of layers differs");
   check_matrix(weights.embedding, shape.vocab_size, shape.hidden_size, "embedding");
   check_matrix(weights.head, shape.vocab_size, shape.hidden_size, "head");
@@ -52,8 +56,7 @@ void check_weights(const ModelShape& shape, const ModelWeights& weights) {
     check_vector(layer.query_norm, shape.head_size, true, "query norm");
     check_vector(layer.key_norm, shape.head_size, true, "key norm");
     check_matrix(layer.output, shape.hidden_size, shape.query_columns(), "output projection");
-    // Read by whole panels: what lies beyond the outputs is added to columns that nobody reads.
-    check_vector(layer.output_bias, rounded_up(shape.hidden_size, kPanelColumns), true, "output bias");
+    check_vector(layer.output_bias, shape.hidden_size, true, "output bias");
     check_matrix(layer.gate_up, 2 * shape.intermediate_size, shape.hidden_size, "gate and up projection");
     check_matrix(layer.down, shape.hidden_size, shape.intermediate_size, "down projection");
   }
@@ -65,9 +68,10 @@ const float* data_or_null(const Floats& values) { return values.empty() ? nullpt
 
 Model::Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine, const Kernels& kernels)
     : shape_(shape), weights_(std::move(weights)), cosine_(std::move(cosine)), sine_(std::move(sine)), kernels_(kernels) {
+  check_weights(shape_, weights_);
+  // Read by whole panels: what lies beyond the outputs is added to columns that nobody reads.
   for (LayerWeights& layer : weights_.layers)
     if (!layer.output_bias.empty()) layer.output_bias.resize(static_cast<size_t>(rounded_up(shape_.hidden_size, kPanelColumns)));
-  check_weights(shape_, weights_);
   require(cosine_.size() == sine_.size() && static_cast<int64_t>(cosine_.size()) % (shape_.head_size / 2) == 0,
           "the tables of angles have the wrong size");
   stages_ = std::make_unique<WorkCounter[]>(static_cast<size_t>(kStagesOfLayer * shape_.num_layers + 1));
@@ -93,11 +97,13 @@ void Model::check(const Batch& batch, const Pool& pool) const {
       throw std::out_of_range("token id " + std::to_string(batch.tokens[row]) + " is outside the vocabulary of " + std::to_string(shape_.vocab_size));
   int64_t next_row = 0;
   for (const Sequence& sequence : batch.sequences) {
-    const int64_t end = sequence.start + sequence.num_rows;
-    if (sequence.first_row != next_row || sequence.num_rows < 1 || sequence.start < 0 || end > num_positions())
-      throw std::out_of_range("positions " + std::to_string(sequence.start) + " to " + std::to_string(end - 1) +
-                              " cannot be computed: the model has " + std::to_string(num_positions()));
+    if (sequence.first_row != next_row || sequence.num_rows < 1 || sequence.num_rows > batch.num_rows - next_row)
+      throw std::out_of_range("a sequence of " + std::to_string(sequence.num_rows) + " rows: " + std::to_string(batch.num_rows - next_row) + " are left of the batch");
+    if (sequence.start < 0 || sequence.start > num_positions() - sequence.num_rows)
+      throw std::out_of_range(std::to_string(sequence.num_rows) + " positions from " + std::to_string(sequence.start) +
+                              " on cannot be computed: the model has " + std::to_string(num_positions()));
     next_row += sequence.num_rows;
+    const int64_t end = sequence.start + sequence.num_rows;
     const int64_t num_used = (end + pool.block_size - 1) / pool.block_size;
     if (num_used > sequence.table_size)
       throw std::out_of_range(std::to_string(end) + " tokens need " + std::to_string(num_used) + " KV blocks, the table has " + std::to_string(sequence.table_size));

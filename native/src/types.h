@@ -11,6 +11,7 @@ inline constexpr int kPanelColumns = 16;  // outputs of a panel of weights
 inline constexpr int kBlockK = 32;        // inputs whose products are added before they join the total
 inline constexpr int kPieceTokens = 64;   // KV positions that attention takes at a time, from position 0 on
 inline constexpr int kKvPanel = 16;       // KV positions of a panel of keys or values
+inline constexpr int kLargestHead = 256;  // dimensions of a head, a multiple of kLanes
 
 // What activations and decoded weights are rounded to before they are multiplied. Sums are float32 always.
 enum class Compute : int { f32 = 0, bf16 = 1 };

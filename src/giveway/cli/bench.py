@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from giveway.cli.flags import flag, takes_engine_options
-from giveway.core.errors import OutputFileError
+from giveway.core.errors import MissingDependencyError, OutputFileError
 from giveway.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -81,6 +81,29 @@ def swap(options: EngineOptions, quick: bool, json_file: str | None) -> None:
 
     device = "cpu" if options.device == "auto" else options.device
     _show(bench_swap(device, num_rounds=4 if quick else 20), json_file)
+
+
+@command.command("kernels")
+@flag(
+    "isa",
+    variable="kernels_isa",
+    metavar="NAME",
+    help="Instruction set of the kernels, such as avx2. Default: the fastest that runs here.",
+)
+@_takes_report_options
+@takes_engine_options(only=("dtype", "num_threads"))
+def kernels(options: EngineOptions, isa: str | None, quick: bool, json_file: str | None) -> None:
+    """Every operation of the native kernels against its floor: reading from memory, and arithmetic."""
+    from giveway.runtime import native
+    from giveway.runtime.threads import default_num_threads, limit_spinning
+
+    if not native.is_installed():
+        raise MissingDependencyError(f"the package 'giveway-kernels' is not installed. {native.INSTALL_KERNELS}")
+    limit_spinning()
+    from giveway.bench.kernels import FULL, QUICK, bench_kernels, choose_setting
+
+    setting = choose_setting(isa=isa, dtype=options.dtype, num_threads=options.num_threads or default_num_threads())
+    _show(bench_kernels(setting, sizes=QUICK if quick else FULL, num_rounds=2 if quick else 7), json_file)
 
 
 @command.command("overhead")

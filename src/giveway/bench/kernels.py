@@ -1,0 +1,348 @@
+"""Every operation of the native kernels against its floor, measured in the same run.
+
+A floor is the longer of two: the bytes that must come from memory at the rate at which this machine reads, and the
+arithmetic at the rate of multiply-adds in registers (kernel_floors.py says what is counted). Both rates are measured
+right before each measurement of an operation, by the same threads, so that a machine that slows down slows down both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from giveway_kernels import (
+    Matrix,
+    Workload,
+    copy_blocks,
+    default_compute,
+    instruction_sets,
+    multiply_peak,
+    read_peak,
+)
+
+from giveway.bench.kernel_floors import (
+    SMOLLM2_135M,
+    Cost,
+    DecoderShape,
+    Peaks,
+    attention_cost,
+    copy_cost,
+    norm_cost,
+    product_cost,
+    rotation_cost,
+)
+from giveway.bench.measure import Report, sample
+from giveway.bench.random_decoder import BLOCK_SIZE, Batch, RandomDecoder, random_matrix
+from giveway.core.errors import ConfigError
+from giveway.runtime.native import choose_dtype
+
+_MIB = 1 << 20
+_BLOCKS_COPIED = 32  # 512 tokens
+_ROWS_MOVED = 8192  # of norms and rotations: more than the caches hold
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured."""
+
+    shape: DecoderShape = SMOLLM2_135M
+    row_counts: Sequence[int] = (1, 8, 64, 512)
+    head_row_counts: Sequence[int] = (1, 8, 64)  # logits are made for rows that are sampled
+    contexts: Sequence[int] = (512, 4096)
+    batches: Sequence[Batch] = (Batch(1, 1, 64), Batch(64, 1, 64), Batch(1, 512, 512))
+    moved_rows: int = _ROWS_MOVED
+    measured_s: float = 0.01  # an operation is repeated until it has taken about this long
+    large_bytes: int | None = None  # more than the last cache holds; None: found out
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of what is read from memory: twice the last cache, from 64 to 512 MiB."""
+        if self.large_bytes is not None:
+            return self.large_bytes
+        return min(max(2 * last_cache_bytes(), 64 * _MIB), 512 * _MIB)
+
+
+FULL = Sizes()
+QUICK = Sizes(row_counts=(1, 64), head_row_counts=(1,), contexts=(512,))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How it is computed."""
+
+    isa: str  # an instruction set of giveway_kernels
+    compute: str  # "f32" or "bf16"
+    num_threads: int
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of KV."""
+        return 2 if self.compute == "bf16" else 4
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of activations: sets without products of bfloat16 widen it."""
+        return 2 if self.compute == "bf16" and default_compute(self.isa) == "bf16" else 4
+
+
+def choose_setting(*, isa: str | None = None, dtype: str = "auto", num_threads: int) -> Setting:
+    """Fill in what was left open. isa: None for what runs here by itself. dtype: as among the engine's options.
+
+    Raises ConfigError when the instruction set is unknown or cannot run here, or the kernels do not compute in dtype.
+    """
+    if num_threads < 1:
+        raise ConfigError(f"num_threads is {num_threads}; at least 1 is needed")
+    why_not = dict(instruction_sets())
+    usable = [name for name, reason in why_not.items() if not reason]
+    isa = isa or usable[-1]
+    if isa not in usable:
+        reason = why_not.get(isa, "there is no such instruction set")
+        raise ConfigError(f"isa is {isa!r}: {reason}. This machine runs {', '.join(usable)}.")
+    compute = default_compute(isa) if dtype == "auto" else {"float32": "f32", "bfloat16": "bf16"}[choose_dtype(dtype)]
+    return Setting(isa, compute, num_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Something to measure."""
+
+    name: str
+    stored_as: str  # encoding of weights or KV
+    num_rows: int
+    costs: Sequence[Cost]  # of one turn; done one after the other
+    run: Callable[[int], float]  # so many turns; returns seconds
+    num_tokens: int = 0  # that a turn of a whole step puts forward
+
+    def floor_s(self, peaks: Peaks) -> float:
+        """Seconds that a turn takes at least."""
+        return sum(cost.floor_s(peaks) for cost in self.costs)
+
+
+class PeakMeter:
+    """Measures the peaks, again and again."""
+
+    def __init__(self, setting: Setting, num_bytes: int, measured_s: float) -> None:
+        self._setting = setting
+        self._buffer = np.ones(num_bytes, np.uint8)
+        self._measured_s = measured_s
+        self.found: list[Peaks] = []
+
+    def measure(self) -> Peaks:
+        """Take both peaks once."""
+        isa, num_threads = self._setting.isa, self._setting.num_threads
+        read = read_peak(self._buffer, isa=isa, num_threads=num_threads)
+        multiply = multiply_peak(self._setting.compute, isa=isa, num_threads=num_threads, seconds=self._measured_s)
+        self.found.append(Peaks(read, multiply))
+        return self.found[-1]
+
+
+def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the largest cache of a core; 32 MiB where the system does not say."""
+    sizes = []
+    for file in caches.glob("index*/size"):
+        text = file.read_text().strip()
+        if text.endswith("K") and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) * 1024)
+    return max(sizes, default=32 * _MIB)
+
+
+def bench_kernels(setting: Setting, *, sizes: Sizes = FULL, num_rounds: int = 7) -> Report:
+    """Measure everything in turn, num_rounds times; shares of the floor are medians of the rounds."""
+    meter = PeakMeter(setting, sizes.buffer_bytes, sizes.measured_s)
+    decoder = RandomDecoder(
+        sizes.shape, sizes.batches, compute=setting.compute, isa=setting.isa, num_threads=setting.num_threads
+    )
+    operations = [
+        *_products(setting, sizes),
+        *_attention(setting, sizes),
+        *_moves(setting, sizes),
+        _block_copy(setting, sizes, decoder.block_bytes),
+        *_steps(sizes, decoder),
+    ]
+    turns = [_choose_turns(operation, sizes.measured_s) for operation in operations]
+    rounds: list[list[tuple[Peaks, float]]] = [[] for _ in operations]
+    for number in range(num_rounds):
+        order = range(len(operations))
+        for index in order if number % 2 == 0 else reversed(order):
+            peaks = meter.measure()
+            rounds[index].append((peaks, operations[index].run(turns[index]) / turns[index]))
+    return Report(
+        "Kernels and their floors",
+        _settings(setting, sizes, num_rounds, meter.found),
+        [_row(operation, taken) for operation, taken in zip(operations, rounds, strict=True)],
+    )
+
+
+def _choose_turns(operation: Operation, measured_s: float) -> int:
+    turn_s = min(operation.run(1) for _ in range(3))  # the first touches memory and starts threads
+    return max(1, min(10_000, round(measured_s / turn_s)))
+
+
+def _products(setting: Setting, sizes: Sizes) -> Iterator[Operation]:
+    shape = sizes.shape
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    products = [
+        ("qkv", shape.qkv_columns, hidden, "store"),
+        ("output", hidden, shape.query_columns, "add"),
+        ("gate, up", 2 * inner, hidden, "gate"),
+        ("down", hidden, inner, "add"),
+    ]
+    # What is multiplied as bfloat16 is stored as that.
+    widest = ("BF16",) if setting.compute == "bf16" else ("BF16", "F32")
+    for encoding in ("Q4_1", *widest):
+        matrices = {
+            num_inputs: _large_matrix(encoding, num_inputs, setting, sizes)
+            for num_inputs in {hidden, shape.query_columns, inner}
+        }
+        for name, num_outputs, num_inputs, epilogue in products:
+            for num_rows in sizes.row_counts:
+                yield _product(setting, matrices[num_inputs], name, num_outputs, num_rows, epilogue)
+    for encoding in ("Q8_0", *widest):
+        matrix = _large_matrix(encoding, hidden, setting, sizes, num_outputs=shape.vocab_size)
+        for num_rows in sizes.head_row_counts:
+            yield _product(setting, matrix, "head", shape.vocab_size, num_rows, "store")
+
+
+def _large_matrix(encoding: str, num_inputs: int, setting: Setting, sizes: Sizes, *, num_outputs: int = 1) -> Matrix:
+    """Weights that no cache holds, of at least so many outputs; products take the next ones of them each time."""
+    row_bytes = num_inputs * {"Q4_1": 20, "Q8_0": 34, "BF16": 64, "F32": 128}[encoding] // 32
+    wanted = max(sizes.buffer_bytes // row_bytes, num_outputs, 2 * sizes.shape.intermediate_size)
+    return random_matrix(
+        encoding, -(-wanted // 32) * 32, num_inputs, compute=setting.compute, num_threads=setting.num_threads
+    )
+
+
+def _product(setting: Setting, matrix: Matrix, name: str, num_outputs: int, num_rows: int, epilogue: str) -> Operation:
+    work = Workload.product(
+        matrix,
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        compute=setting.compute,
+        epilogue=epilogue,
+        isa=setting.isa,
+    )
+    cost = product_cost(
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        num_inputs=matrix.num_inputs,
+        weight_bytes=matrix.num_bytes * num_outputs / matrix.num_outputs,
+    )
+    title = f"{name} {num_outputs}x{matrix.num_inputs}"
+    return Operation(title, matrix.encoding, num_rows, [cost], partial(work.run, num_threads=setting.num_threads))
+
+
+def _attention(setting: Setting, sizes: Sizes) -> Iterator[Operation]:
+    for context in sizes.contexts:
+        one = attention_cost(sizes.shape, num_rows=1, context=context, element_bytes=setting.element_bytes)
+        many = max(1, round(sizes.buffer_bytes / one.num_bytes))  # so that no cache holds their KV
+        for name, num_requests, num_rows in (("decode", many, 1), ("prefill", 1, context)):
+            work = Workload.attention(
+                num_sequences=num_requests,
+                num_rows=num_rows,
+                context=context,
+                num_heads=sizes.shape.num_heads,
+                num_kv_heads=sizes.shape.num_kv_heads,
+                head_size=sizes.shape.head_size,
+                block_size=BLOCK_SIZE,
+                compute=setting.compute,
+                isa=setting.isa,
+            )
+            cost = attention_cost(sizes.shape, num_rows=num_rows, context=context, element_bytes=setting.element_bytes)
+            costs = [Cost(cost.num_bytes * num_requests, cost.num_operations * num_requests)]
+            run = partial(work.run, num_threads=setting.num_threads)
+            yield Operation(f"attention, {name}, {context}", setting.compute, num_requests * num_rows, costs, run)
+
+
+def _moves(setting: Setting, sizes: Sizes) -> Iterator[Operation]:
+    """Yield norm and rotation, which do little else than move activations; here from memory."""
+    shape, num_rows = sizes.shape, sizes.moved_rows
+    norm = Workload.norm(num_rows=num_rows, size=shape.hidden_size, compute=setting.compute, isa=setting.isa)
+    cost = norm_cost(num_rows=num_rows, size=shape.hidden_size, element_bytes=setting.activation_bytes)
+    yield Operation("norm", "f32", num_rows, [cost], partial(norm.run, num_threads=setting.num_threads))
+    rotation = Workload.rotation(
+        num_rows=num_rows,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        block_size=BLOCK_SIZE,
+        compute=setting.compute,
+        isa=setting.isa,
+    )
+    cost = rotation_cost(shape, num_rows=num_rows, element_bytes=setting.activation_bytes)
+    run = partial(rotation.run, num_threads=setting.num_threads)
+    yield Operation("rotate, store KV", setting.compute, num_rows, [cost], run)
+
+
+def _block_copy(setting: Setting, sizes: Sizes, block_bytes: int) -> Operation:
+    """Copy whole blocks, scattered in both pools, others each time."""
+    num_blocks = max(2 * _BLOCKS_COPIED, sizes.buffer_bytes // block_bytes)
+    source, target = (np.zeros((num_blocks, block_bytes), np.uint8) for _ in range(2))
+    source[:] = 1
+    rng = np.random.default_rng(5)
+    pairs = np.stack([rng.permutation(num_blocks), rng.permutation(num_blocks)], axis=1)
+    parts = cycle(
+        np.ascontiguousarray(pairs[start : start + _BLOCKS_COPIED])
+        for start in range(0, num_blocks - _BLOCKS_COPIED + 1, _BLOCKS_COPIED)
+    )
+
+    def run(num_turns: int) -> float:
+        started = time.perf_counter()
+        for _ in range(num_turns):
+            copy_blocks(source, target, next(parts), num_threads=setting.num_threads)
+        return time.perf_counter() - started
+
+    name = f"copy of {_BLOCKS_COPIED} blocks"
+    return Operation(name, setting.compute, _BLOCKS_COPIED * BLOCK_SIZE, [copy_cost(_BLOCKS_COPIED * block_bytes)], run)
+
+
+def _steps(sizes: Sizes, decoder: RandomDecoder) -> Iterator[Operation]:
+    for batch in sizes.batches:
+        kind = f"prefill of {batch.num_rows}" if batch.num_rows > 1 else f"decode, batch {batch.num_requests}"
+        num_rows = batch.num_requests * batch.num_rows
+        yield Operation(
+            f"whole step, {kind}", "q4_1, q8_0", num_rows, decoder.costs(batch), decoder.stepper(batch), num_rows
+        )
+
+
+def _row(operation: Operation, taken: Sequence[tuple[Peaks, float]]) -> dict[str, Any]:
+    seconds = sample([turn_s for _, turn_s in taken])
+    shares = sample([operation.floor_s(peaks) / turn_s for peaks, turn_s in taken])
+    peaks = taken[0][0]
+    read_s = sum(cost.floor_s(peaks) for cost in operation.costs if cost.is_reading(peaks))
+    row: dict[str, Any] = {
+        "operation": operation.name,
+        "stored_as": operation.stored_as,
+        "rows": operation.num_rows,
+        "us": 1e6 * seconds.median,
+        "spread_pct": seconds.spread_pct,
+        "gb_s": sum(cost.num_bytes for cost in operation.costs) / seconds.median / 1e9,
+        "gflop_s": sum(cost.num_operations for cost in operation.costs) / seconds.median / 1e9,
+        "floor_is": "reading" if 2 * read_s >= operation.floor_s(peaks) else "arithmetic",
+        "share_pct": 100 * shares.median,
+    }
+    if operation.num_tokens:
+        row["tok_s"] = operation.num_tokens / seconds.median
+    return row
+
+
+def _settings(setting: Setting, sizes: Sizes, num_rounds: int, found: Sequence[Peaks]) -> dict[str, Any]:
+    read, multiply = sample([p.read_bytes_s for p in found]), sample([p.operations_s for p in found])
+    return {
+        "kernels": version("giveway-kernels"),
+        "isa": setting.isa,
+        "compute": setting.compute,
+        "threads": setting.num_threads,
+        "rounds": num_rounds,
+        "read_peak_gb_s": round(read.median / 1e9, 1),
+        "read_peak_spread_pct": round(read.spread_pct, 1),
+        "multiply_peak_gflop_s": round(multiply.median / 1e9, 1),
+        "multiply_peak_spread_pct": round(multiply.spread_pct, 1),
+        "read_from_mib": round(sizes.buffer_bytes / _MIB),
+    }
