@@ -319,9 +319,9 @@ GW_INLINE float largest_lane(v16 x) {
 }
 #endif
 
-// e to the power of x, for x <= 0 or moderate; 0 below -87. Range reduction by powers of two and a polynomial of degree 6
-// on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method of Cephes' expf (Moshier, 1989); the
-// coefficients are those of the Taylor series, which the short range makes good enough.
+// e to the power of x between -87 and 88, beyond that of the nearest of the two (so 1.6e-38 at least). Range reduction by
+// powers of two and a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method of
+// Cephes' expf (Moshier, 1989); the coefficients are those of the Taylor series, which the short range makes good enough.
 GW_INLINE v16 exp(v16 x) {
   const v16 clipped = max(min(x, broadcast(88.0f)), broadcast(-87.0f));
   const v16 power = round_to_integer(mul(clipped, broadcast(1.44269504f)));
