@@ -155,8 +155,8 @@ def test_old_pools_are_gone_before_the_new_ones_are_sized(monkeypatch: pytest.Mo
     assert old is not None
     left: list[int] = []
     monkeypatch.setattr(
-        "giveway.runtime.torch.kv_storage._check_room",
-        lambda *arguments: left.append(old.num_device_bytes + old.num_host_bytes),
+        "giveway.runtime.main_memory_pools.check_room",
+        lambda *_, **__: left.append(old.num_device_bytes + old.num_host_bytes),
     )
     backend.allocate(num_device_blocks=7, num_host_blocks=4, block_size=16)
     assert left == [0, 0]

@@ -20,7 +20,7 @@ from giveway.bench.measure import Report
 from giveway.core.block_pool import BlockPool
 from giveway.core.ids import DeviceBlockId
 from giveway.core.plan import CopyDirection
-from giveway.runtime.torch.kv_storage import BlockShape
+from giveway.runtime.block_shape import BlockShape
 from giveway.runtime.torch.swap_probe import SwapProbe
 
 SHAPE = BlockShape(num_layers=28, block_size=16, num_kv_heads=4, head_size=128)
