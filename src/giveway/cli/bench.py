@@ -74,9 +74,6 @@ def scheduler(options: EngineOptions, quick: bool, json_file: str | None) -> Non
 @takes_engine_options(only=("device",))
 def swap(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Bandwidth of swapping a 7B model's KV against the peak of the same link, and against the naive method."""
-    from giveway.runtime.threads import limit_spinning
-
-    limit_spinning()
     from giveway.bench.swap import bench_swap
 
     device = "cpu" if options.device == "auto" else options.device

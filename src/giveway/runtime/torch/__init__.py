@@ -10,7 +10,9 @@ from giveway.core.errors import MissingDependencyError
 from giveway.runtime.threads import limit_spinning
 
 if TYPE_CHECKING:
+    from giveway.runtime.block_shape import BlockShape
     from giveway.runtime.torch.backend import TorchBackend
+    from giveway.runtime.torch.swap_probe import SwapProbe
     from giveway.runtime.weights.checkpoint import Checkpoint
 
 
@@ -35,6 +37,18 @@ def finds_cuda() -> bool:
     return has_cuda()
 
 
+def make_swap_probe(shape: BlockShape, *, num_blocks: int, device: str) -> SwapProbe:
+    """Return two pools of blocks to copy between, for `giveway bench swap`; the arguments are those of SwapProbe.
+
+    Raises MissingDependencyError without PyTorch, ConfigError when the device is absent or memory is short.
+    """
+    _check_installed()
+    limit_spinning()
+    from giveway.runtime.torch.swap_probe import SwapProbe
+
+    return SwapProbe(shape, num_blocks=num_blocks, device=device)
+
+
 def load_backend(
     checkpoint: Checkpoint,
     *,
@@ -48,11 +62,13 @@ def load_backend(
     Limits OpenMP's spinning on the way. Raises MissingDependencyError when PyTorch is not installed, ConfigError when a
     setting is wrong.
     """
-    if not is_installed():
-        raise MissingDependencyError(
-            f"the PyTorch backend needs the package 'torch', which is not installed. {INSTALL_TORCH}"
-        )
+    _check_installed()
     limit_spinning()
     from giveway.runtime.torch.backend import TorchBackend
 
     return TorchBackend(checkpoint, device=device, dtype=dtype, exact=exact, num_threads=num_threads)
+
+
+def _check_installed() -> None:
+    if not is_installed():
+        raise MissingDependencyError(f"this needs PyTorch, which is not installed. {INSTALL_TORCH}")
