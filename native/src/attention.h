@@ -140,6 +140,7 @@ template <Compute compute>
 static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t number) {
   Piece piece{};
   piece.start = number * kPieceTokens;
+  const int64_t last = tile.first_token + tile.num_tokens() - 1;
   piece.any = rows_that_see(tile, args.window, piece.start, piece.start + kPieceTokens - 1);
   for (int panel = 0; panel < kPiecePanels; ++panel) {
     const int64_t first = piece.start + panel * kKvPanel;
@@ -147,6 +148,7 @@ static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& arg
     if (piece.rows[panel].begin == piece.rows[panel].end) continue;
     piece.keys[panel] = panel_at(args, first);
     piece.values[panel] = piece.keys[panel] + args.layout.half_bytes();
+    if (first + kPieceTokens <= last) piece.ahead[panel] = panel_at(args, first + kPieceTokens) - piece.keys[panel];
   }
   return piece;
 }
