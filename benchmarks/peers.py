@@ -154,7 +154,17 @@ def as_text(report: dict[str, Any]) -> str:
         "the distance between lowest and highest",
         "",
     ]
-    heads = ["scenario", "engine", "output tok/s", "prompt tok/s", "total tok/s", "seconds", "spread", "rounds"]
+    heads = [
+        "scenario",
+        "engine",
+        "output tok/s",
+        "prompt tok/s",
+        "total tok/s",
+        "seconds",
+        "cpu s",
+        "spread",
+        "rounds",
+    ]
     heads += ["x best peer", "same 1st token"]
     lines += _aligned([heads, *(_cells(row) for row in report["rows"])])
     failed = [f"{row['scenario']}, {row['engine']}: {row['failure']}" for row in report["rows"] if row["failure"]]
@@ -167,7 +177,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["scenario"],
         row["engine"],
         *(_number(row[name]) for name in ("output_tok_s", "prompt_tok_s", "total_tok_s")),
-        _number(row["seconds"], digits=2),
+        *(_number(row[name], digits=2) for name in ("seconds", "cpu_s")),
         _number(row["spread_pct"], digits=1, unit=" %"),
         str(row["rounds"]),
         _number(row["ratio_to_best_peer"], digits=2),

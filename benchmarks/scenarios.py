@@ -26,6 +26,7 @@ class Figures:
     """What one run says; None: not a figure of this scenario."""
 
     seconds: float
+    cpu_s: float | None = None  # processor time of all threads: less touched by what else the machine does
     output_tok_s: float | None = None
     prompt_tok_s: float | None = None
     total_tok_s: float | None = None  # prompt and output tokens over the whole run
@@ -77,6 +78,7 @@ def _in_pages(num_tokens: int) -> int:
 def _all_tokens(scenario: Scenario, finished: Finished) -> Figures:
     return Figures(
         finished.seconds,
+        finished.cpu_s,
         output_tok_s=scenario.num_output_tokens / finished.seconds,
         total_tok_s=(scenario.num_prompt_tokens + scenario.num_output_tokens) / finished.seconds,
     )
@@ -86,6 +88,7 @@ def _after_the_first(scenario: Scenario, finished: Finished) -> Figures:
     decoding_s = finished.seconds - finished.first_token_s
     return Figures(
         finished.seconds,
+        finished.cpu_s,
         output_tok_s=(scenario.num_output_tokens - 1) / decoding_s,
         total_tok_s=(scenario.num_prompt_tokens + scenario.num_output_tokens) / finished.seconds,
     )
@@ -93,7 +96,7 @@ def _after_the_first(scenario: Scenario, finished: Finished) -> Figures:
 
 def _until_the_first(scenario: Scenario, finished: Finished) -> Figures:
     rate = scenario.num_prompt_tokens / finished.first_token_s
-    return Figures(finished.seconds, prompt_tok_s=rate)
+    return Figures(finished.seconds, finished.cpu_s, prompt_tok_s=rate)
 
 
 def _seconds_alone(_: Scenario, finished: Finished) -> Figures:

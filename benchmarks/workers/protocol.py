@@ -2,7 +2,7 @@
 
     {"command": "load", "model": {...}, "limits": {...}, "options": {...}}  ->  {"version": ..., "settings": {...}}
     {"command": "run", "requests": [{"prompt": [...], "max_tokens": 8}]}    ->  {"seconds": ..., "first_token_s": ...,
-                                                                                 "token_ids": [[...]]}
+                                                                                 "cpu_s": ..., "token_ids": [[...]]}
     {"command": "quit"}                                                     ->  the process ends
 
 A command that the engine cannot carry out is answered by {"unable": reason}; the process goes on. Standard library
@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn, Protocol, TextIO
 
 
@@ -62,6 +62,7 @@ class Finished:
 
     seconds: float  # until the last token of the last request
     first_token_s: float  # until the first token of whichever request had one first
+    cpu_s: float  # processor time of all threads of the process in these seconds
     token_ids: list[list[int]]  # output of each request, in the order of the requests
 
 
@@ -84,6 +85,7 @@ class Stopwatch:
     """Times one run; started when made."""
 
     started_s: float = field(default_factory=time.perf_counter)
+    started_cpu_s: float = field(default_factory=time.process_time)
     first_s: float | None = None
 
     def saw_token(self) -> None:
@@ -93,9 +95,9 @@ class Stopwatch:
 
     def finish(self, token_ids: Iterable[Iterable[int]]) -> Finished:
         """End the run. token_ids: of each request; made into lists after the clock is read."""
-        seconds = time.perf_counter() - self.started_s
+        seconds, cpu_s = time.perf_counter() - self.started_s, time.process_time() - self.started_cpu_s
         outputs = [[int(token) for token in output] for output in token_ids]
-        return Finished(seconds, seconds if self.first_s is None else self.first_s, outputs)
+        return Finished(seconds, seconds if self.first_s is None else self.first_s, cpu_s, outputs)
 
 
 def serve(make_worker: Callable[[], Worker]) -> NoReturn:
@@ -140,6 +142,6 @@ def _take_stdout() -> TextIO:
 def _answer(worker: Worker, message: dict[str, Any]) -> dict[str, Any]:
     if message["command"] == "load":
         loaded = worker.load(Model(**message["model"]), Limits(**message["limits"]), message["options"])
-        return {"version": loaded.version, "settings": loaded.settings}
+        return asdict(loaded)
     finished = worker.run([Request(**request) for request in message["requests"]])
-    return {"seconds": finished.seconds, "first_token_s": finished.first_token_s, "token_ids": finished.token_ids}
+    return asdict(finished)

@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -83,6 +84,20 @@ double Flattened<double>::value_of(PyObject* item) {
   return value;
 }
 
+// What the arithmetic relies on: without it there might be no largest logit, or no mass. SamplingParams is stricter.
+void require_sense(const RowWishes& wishes, const std::vector<double>& biases, int64_t num_rows) {
+  constexpr double kMost = 1e9;
+  const auto is_small = [](double value) { return std::abs(value) <= kMost; };
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const bool makes_sense = wishes.temperature[row] >= 0 && wishes.top_p[row] > 0 && wishes.min_p[row] >= 0 &&
+                             wishes.min_p[row] <= 1 && wishes.repetition_penalty[row] > 0 &&
+                             is_small(wishes.repetition_penalty[row]) && is_small(wishes.presence_penalty[row]) &&
+                             is_small(wishes.frequency_penalty[row]);  // NaN never does
+    if (!makes_sense) throw std::invalid_argument("row " + std::to_string(row) + ": a wish is out of its range");
+  }
+  require(std::all_of(biases.begin(), biases.end(), is_small), "a bias is out of its range");
+}
+
 // Memory for the log-probabilities of a batch.
 struct LogprobMemory {
   std::vector<double> logprob;
@@ -151,6 +166,7 @@ class Sampler {
                            bias_values.values.data(),
                            prompt_ids.lists(),
                            output_ids.lists()};
+    require_sense(wishes, bias_values.values, logits.num_rows);
     int64_t most = -1;
     for (int64_t row = 0; row < logits.num_rows; ++row) most = std::max(most, wishes.num_logprobs[row]);
     LogprobMemory logprobs(most < 0 ? 0 : logits.num_rows, std::clamp<int64_t>(most, 0, logits.vocab));

@@ -38,7 +38,7 @@ class FakeWorker:
         outputs = [[token] * request.max_tokens for request in requests]
         if self.num_runs == self.options.get("short_at"):
             outputs[0].pop()
-        return Finished(seconds[(self.num_runs - 1) % len(seconds)], 0.25, outputs)
+        return Finished(seconds[(self.num_runs - 1) % len(seconds)], 0.25, 0.5, outputs)
 
 
 if __name__ == "__main__":

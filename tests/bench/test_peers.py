@@ -58,6 +58,7 @@ def test_figures_are_medians_of_the_rounds_without_the_warm_up_beside_the_best_p
     assert best["total_tok_s"] == pytest.approx((prompt + output) / 3)
     assert best["spread_pct"] == pytest.approx(100 * (1 / 2 - 1 / 4) / 2 / (1 / 3))
     assert best["rounds"] == 3
+    assert best["cpu_s"] == 0.5
     assert best["version"] == "1.0"
     assert rows["batch", "ours"]["ratio_to_best_peer"] == pytest.approx(3.0)
     assert best["ratio_to_best_peer"] == pytest.approx(1.0)

@@ -411,3 +411,19 @@ def test_a_call_that_does_not_fit_together_is_refused() -> None:
         BatchSampler(1).sample(zeros.astype(np.float64), samples)
     with pytest.raises(ValueError, match="num_threads is 0"):
         BatchSampler(0)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, -math.inf, 1e300])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "logit_bias"]
+)
+def test_a_wish_that_no_request_can_have_is_refused_and_never_computed_with(field: str, value: float) -> None:
+    # Goal: requests are checked long before; a wrong number must not become an index here.
+    wishes = params()
+    object.__setattr__(wishes, field, {1: value} if field == "logit_bias" else value)
+    sample = sample_input(wishes, output_token_ids=[1, 2])
+    if (field, value) in {("temperature", 1e300), ("top_p", 1e300), ("presence_penalty", -1.0), ("logit_bias", -1.0)}:
+        assert sample_one(np.zeros(40, np.float32), sample).fault is None
+        return
+    with pytest.raises(ValueError, match="out of its range"):
+        sample_one(np.zeros(40, np.float32), sample)
