@@ -81,6 +81,30 @@ def multiply(
 ) -> _Floats: ...
 def rms_norm(rows: _Floats, weight: _Floats, *, eps: float, compute: str = "f32", isa: str = "") -> _Floats: ...
 def embed(table: Matrix, tokens: _Ids, *, isa: str = "") -> _Floats: ...
+def attend(
+    qkv: _Floats,
+    table: npt.NDArray[np.int32],
+    pool: _Bytes,
+    *,
+    start: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    cosine: _Floats,
+    sine: _Floats,
+    scale: float,
+    query_norm: _Floats | None = None,
+    key_norm: _Floats | None = None,
+    norm_eps: float = 0.0,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    num_layers: int = 1,
+    layer: int = 0,
+    compute: str = "f32",
+    isa: str = "",
+    repeat: int = 1,
+) -> _Floats: ...
 def multiply_peak(compute: str, *, isa: str = "", num_threads: int = 1, seconds: float = 0.005) -> float: ...
 def read_peak(buffer: _Bytes, *, isa: str = "", num_threads: int = 1) -> float: ...
 

@@ -213,8 +213,11 @@ static void attend(const AttentionArgs& args) {
 }
 
 static void attention(const AttentionArgs& args) {
-  if (args.layout.compute == Compute::bf16) return attend<Compute::bf16>(args);
-  attend<Compute::f32>(args);
+  if (args.layout.compute == Compute::f32) return attend<Compute::f32>(args);
+  attend<Compute::bf16>(args);
+#if defined(__AMX_BF16__)
+  _tile_release();  // tiles in use make every change of threads dearer
+#endif
 }
 
 }  // namespace giveway::GW_SET

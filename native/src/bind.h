@@ -15,6 +15,7 @@ namespace giveway {
 void bind_matrix(nanobind::module_& m);
 void bind_model(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
+void bind_attention(nanobind::module_& m);
 void bind_peaks(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_block_copy(nanobind::module_& m);

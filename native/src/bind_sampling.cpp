@@ -1,16 +1,14 @@
 // Sampling as the class Sampler of the Python module.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "bind.h"
 #include "sampling.h"
 
 namespace nb = nanobind;
@@ -25,18 +23,22 @@ using Column = std::vector<T>;  // made of a Python list, which is faster than m
 using Numbers = std::vector<int64_t>;
 
 LogitRows rows_of(const LogitArray& logits) {
-  if (logits.shape(1) == 0 || (logits.shape(1) > 1 && logits.stride(1) != 1)) {
-    throw std::invalid_argument("logits must be [rows, vocab] with at least one value in a row, and each row contiguous");
-  }
-  return {logits.data(), logits.stride(0), static_cast<int64_t>(logits.shape(0)), static_cast<int64_t>(logits.shape(1))};
+  const bool is_contiguous = logits.shape(0) == 0 || logits.shape(1) == 1 || logits.stride(1) == 1;
+  require(logits.shape(1) > 0 && is_contiguous,
+          "logits must be [rows, vocab] with at least one value in a row, and each row contiguous");
+  return {logits.data(), logits.stride(0), static_cast<int64_t>(logits.shape(0)),
+          static_cast<int64_t>(logits.shape(1))};
+}
+
+void require_one_for_each_row(const char* name, size_t count, const LogitRows& logits) {
+  if (static_cast<int64_t>(count) == logits.num_rows) return;
+  throw std::invalid_argument(std::string(name) + " has " + std::to_string(count) + " elements for " +
+                              std::to_string(logits.num_rows) + " rows of logits");
 }
 
 template <typename T>
 const T* checked(const char* name, const Column<T>& column, const LogitRows& logits) {
-  if (static_cast<int64_t>(column.size()) != logits.num_rows) {
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(column.size()) + " elements for " +
-                                std::to_string(logits.num_rows) + " rows of logits");
-  }
+  require_one_for_each_row(name, column.size(), logits);
   return column.data();
 }
 
@@ -49,10 +51,7 @@ struct Flattened {
   Flattened(const char* name, nb::handle lists, const LogitRows& logits) {
     if (lists.is_none()) return;
     const nb::list rows = nb::cast<nb::list>(lists);
-    if (static_cast<int64_t>(rows.size()) != logits.num_rows) {
-      throw std::invalid_argument(std::string(name) + " has " + std::to_string(rows.size()) + " lists for " +
-                                  std::to_string(logits.num_rows) + " rows of logits");
-    }
+    require_one_for_each_row(name, rows.size(), logits);
     offsets.push_back(0);
     for (nb::handle row : rows) {
       const nb::object items = nb::steal(PySequence_Fast(row.ptr(), "token ids must be a sequence"));
@@ -85,6 +84,20 @@ double Flattened<double>::value_of(PyObject* item) {
   return value;
 }
 
+// What the arithmetic relies on: without it there might be no largest logit, or no mass. SamplingParams is stricter.
+void require_sense(const RowWishes& wishes, const std::vector<double>& biases, int64_t num_rows) {
+  constexpr double kMost = 1e9;
+  const auto is_small = [](double value) { return std::abs(value) <= kMost; };
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const bool makes_sense = wishes.temperature[row] >= 0 && wishes.top_p[row] > 0 && wishes.min_p[row] >= 0 &&
+                             wishes.min_p[row] <= 1 && wishes.repetition_penalty[row] > 0 &&
+                             is_small(wishes.repetition_penalty[row]) && is_small(wishes.presence_penalty[row]) &&
+                             is_small(wishes.frequency_penalty[row]);  // NaN never does
+    if (!makes_sense) throw std::invalid_argument("row " + std::to_string(row) + ": a wish is out of its range");
+  }
+  require(std::all_of(biases.begin(), biases.end(), is_small), "a bias is out of its range");
+}
+
 // Memory for the log-probabilities of a batch.
 struct LogprobMemory {
   std::vector<double> logprob;
@@ -113,7 +126,7 @@ struct LogprobMemory {
 class Sampler {
  public:
   explicit Sampler(int num_threads) : num_threads_(num_threads) {
-    if (num_threads < 1) throw std::invalid_argument("num_threads is " + std::to_string(num_threads) + "; at least 1");
+    require(num_threads >= 1, "num_threads is " + std::to_string(num_threads) + "; at least 1 is needed");
   }
 
   std::pair<Numbers, Numbers> choose_largest(const LogitArray& array) const {
@@ -137,7 +150,7 @@ class Sampler {
     const Flattened<int64_t> forbidden_ids("forbidden", forbidden, logits), biased_ids("biased", biased, logits),
         prompt_ids("prompt", prompt, logits), output_ids("output", output, logits);
     const Flattened<double> bias_values("biases", biases, logits);
-    if (bias_values.offsets != biased_ids.offsets) throw std::invalid_argument("biased and biases differ in length");
+    require(bias_values.offsets == biased_ids.offsets, "biased and biases differ in length");
     const RowWishes wishes{checked("temperature", temperature, logits),
                            checked("top_p", top_p, logits),
                            checked("min_p", min_p, logits),
@@ -153,6 +166,7 @@ class Sampler {
                            bias_values.values.data(),
                            prompt_ids.lists(),
                            output_ids.lists()};
+    require_sense(wishes, bias_values.values, logits.num_rows);
     int64_t most = -1;
     for (int64_t row = 0; row < logits.num_rows; ++row) most = std::max(most, wishes.num_logprobs[row]);
     LogprobMemory logprobs(most < 0 ? 0 : logits.num_rows, std::clamp<int64_t>(most, 0, logits.vocab));
@@ -178,12 +192,11 @@ class Sampler {
     const LogitRows logits = rows_of(array);
     const int64_t* const chosen = checked("tokens", tokens, logits);
     for (int64_t row = 0; row < logits.num_rows; ++row) {
-      if (chosen[row] < 0 || chosen[row] >= logits.vocab) {
-        throw std::invalid_argument("token id " + std::to_string(chosen[row]) + " is outside the vocabulary of " +
-                                    std::to_string(logits.vocab));
-      }
+      if (chosen[row] >= 0 && chosen[row] < logits.vocab) continue;
+      throw std::invalid_argument("token id " + std::to_string(chosen[row]) + " is outside the vocabulary of " +
+                                  std::to_string(logits.vocab));
     }
-    if (num_top < 0) throw std::invalid_argument("num_top is " + std::to_string(num_top) + "; at least 0");
+    require(num_top >= 0, "num_top is " + std::to_string(num_top) + "; at least 0 is needed");
     LogprobMemory logprobs(logits.num_rows, std::min(num_top, logits.vocab));
     Numbers num_wrong(logits.num_rows);
     std::byte* const scratch = scratch_for(logits);
@@ -221,8 +234,8 @@ class Sampler {
 
 void bind_sampling(nb::module_& m) {
   nb::class_<Sampler>(m, "Sampler",
-                      "Chooses the tokens of whole batches on up to num_threads threads. Not for two calls at a time: they "
-                      "would share its memory.")
+                      "Chooses the tokens of whole batches on up to num_threads threads. Not for two calls at a time: "
+                      "they would share its memory.")
       .def(nb::init<int>(), nb::arg("num_threads"))
       .def("choose_largest", &Sampler::choose_largest, nb::arg("logits").noconvert(),
            "logits: float32 [rows, vocab]. Returns the token of the first of the largest logits of every row, and how "
@@ -238,8 +251,8 @@ void bind_sampling(nb::module_& m) {
            "infinite, 0 where every token is forbidden; and (logprob, rank, ((token, logprob), ...)), or None.")
       .def("score_tokens", &Sampler::score_tokens, nb::arg("logits").noconvert(), nb::arg("tokens"),
            nb::arg("num_top"),
-           "tokens: one for every row. Returns how many logits of every row are NaN or infinite, and (logprob, rank, ((token, "
-           "logprob), ...)) of the row's token and of the num_top best, or None where there are any.");
+           "tokens: one for every row. Returns how many logits of every row are NaN or infinite, and (logprob, rank, "
+           "((token, logprob), ...)) of the row's token and of the num_top best, or None where there are any.");
 }
 
 }  // namespace giveway

@@ -24,6 +24,7 @@ NB_MODULE(_native, m) {
   giveway::bind_matrix(m);
   giveway::bind_model(m);
   giveway::bind_ops(m);
+  giveway::bind_attention(m);
   giveway::bind_peaks(m);
   giveway::bind_sampling(m);
   giveway::bind_block_copy(m);

@@ -14,7 +14,10 @@ struct PanelBlock {
 
   GW_INLINE PanelBlock open(const std::byte* block) {
     PanelBlock opened{block, zero(), zero()};
-    const auto halves = [&](int64_t offset) { return load_f16(reinterpret_cast<const uint16_t*>(block + offset)); };
+    const auto halves = [&](int64_t offset) {
+      const v16 loaded = load_f16(reinterpret_cast<const uint16_t*>(block + offset));
+      return compute == Compute::bf16 ? plain_nan(loaded) : loaded;
+    };
     if constexpr (encoding == Encoding::q8_0) opened.scale = halves(512);
     if constexpr (encoding == Encoding::q4_0 || encoding == Encoding::q4_1) opened.scale = halves(256);
     if constexpr (encoding == Encoding::q4_0) opened.minimum = mul(opened.scale, broadcast(-8.0f));
@@ -23,10 +26,14 @@ struct PanelBlock {
   }
 
   [[gnu::always_inline]] inline v16_pair pair(int64_t index) const {
-    v16_pair weights = stored(index);
-    constexpr bool is_rounded = compute == Compute::f32 || encoding == Encoding::bf16;
-    if constexpr (!is_rounded) weights = {round_bf16(weights.even), round_bf16(weights.odd)};
-    return weights;
+    const v16_pair weights = stored(index);
+    if constexpr (compute == Compute::f32 || encoding == Encoding::bf16) {
+      return weights;
+    } else if constexpr (encoding == Encoding::f32) {
+      return {round_bf16(weights.even), round_bf16(weights.odd)};
+    } else {
+      return {round_bf16_plain(weights.even), round_bf16_plain(weights.odd)};
+    }
   }
 
  private:

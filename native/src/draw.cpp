@@ -1,7 +1,6 @@
 #include "draw.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include "float64_math.h"
@@ -50,7 +49,7 @@ Kept keep_until(const Entry* entries, int64_t count, double before, double targe
 int64_t draw_in_order_of_ids(const double* scaled, int64_t vocab, double limit, double number,
                                   double* piece_sums) {
   const double mass = sum_weights(scaled, vocab, limit, piece_sums);
-  const double target = std::min(number * mass, std::nextafter(mass, 0.0));  // the product may be rounded up to the mass
+  const double target = number * mass;  // below the mass also when rounded: it is half a unit in the last place away
   int64_t piece = 0;
   double reached = 0;
   while (reached + piece_sums[piece] <= target) reached += piece_sums[piece++];

@@ -16,7 +16,7 @@ struct DrawWishes {
   double min_p;        // 0 to 1
   int64_t top_k;  // 0 and below: all
   double top_p;        // above 0; 1 and more: all
-  double number;       // [0, 1)
+  double number;       // [0, 1), a multiple of 2^-53
 };
 
 // Memory that drawing writes to.

@@ -16,7 +16,7 @@ inline constexpr double kLog2e = 0x1.71547652b82fep+0;
 // ln 2 in two parts. The first has 40 bits, so that its product with a whole number below 2^13 is exact.
 inline constexpr double kLn2High = 0x1.62e42fefa2000p-1;
 inline constexpr double kLn2Low = 0x1.9ef35793c7673p-41;
-// Added to a double of less than 2^51, it leaves no room for a fraction: the sum's low bits are the nearest whole number.
+// Added to a double below 2^51, it leaves no room for a fraction: the sum's low bits are the nearest whole number.
 inline constexpr double kRounder = 0x1.8p+52;
 
 inline uint64_t bits_of(double value) {
@@ -60,7 +60,7 @@ struct ReducedPower {
   return result * power.scale * 0x1p-512;  // only the last product can round, where there is no normal number
 }
 
-// e^x for x <= 0, also -infinity, within 1 unit in the last place; below 2^-1022 with as many bits as a double has there.
+// e^x for x <= 0, also -infinity, within 1 unit in the last place; below 2^-1022 with the bits that a double has there.
 inline double exp_of_nonpositive(double x) { return restore_power(reduce_power(x > kLowestPower ? x : kLowestPower)); }
 
 // Natural logarithm of a positive finite number, within 2 units in the last place.

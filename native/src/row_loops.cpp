@@ -36,8 +36,8 @@ template <typename To, typename From>
   return to;
 }
 
-// scan_row, but that num_wrong is 1 if there is any. Whole: as wide as Value. The largest and the smallest are found as whole numbers, because
-// only their reductions may be reordered, and so become vector instructions.
+// scan_row, but that num_wrong is 1 if there is any. Whole: as wide as Value. The largest and the smallest are found as
+// whole numbers, because only their reductions may be reordered, and so become vector instructions.
 template <typename Whole, typename Value>
 [[gnu::always_inline]] inline RowScan scan(const Value* values, int64_t vocab) {
   Whole highest = std::numeric_limits<Whole>::min();

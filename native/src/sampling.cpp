@@ -38,7 +38,7 @@ class UsualFloats {
 
 // Memory that the work on one row writes to.
 struct RowScratch {
-  double* row;           // [vocab]
+  double* row;      // [vocab]
   int32_t* counts;  // [vocab]; of any content
   DrawScratch draw;
 };

@@ -40,18 +40,18 @@ struct RowWishes {
   const uint64_t* seed;
   const uint64_t* output_index;
   TokenLists forbidden;
-  TokenLists biased;    // each id at most once in a row
+  TokenLists biased;     // each id at most once in a row
   const double* biases;  // what is added to the logit of each of biased.tokens
-  TokenLists prompt;    // needed where a row has a repetition penalty
-  TokenLists output;    // and these where it has any penalty
+  TokenLists prompt;     // needed where a row has a repetition penalty
+  TokenLists output;     // and these where it has any penalty
 };
 
 // Where log-probabilities go. Each pointer has an element, or a list, for every row.
 struct LogprobRows {
-  double* logprob;        // of the token
-  int64_t* rank;     // of the token among all: 1 for the best
-  int64_t* top_tokens;  // [num_rows, max_top] the most likely tokens, best first; behind num_logprobs: unchanged
-  double* top_logprobs;   // [num_rows, max_top]
+  double* logprob;       // of the token
+  int64_t* rank;         // of the token among all: 1 for the best
+  int64_t* top_tokens;   // [num_rows, max_top] the most likely tokens, best first; behind num_logprobs: unchanged
+  double* top_logprobs;  // [num_rows, max_top]
   int64_t max_top;
 };
 
@@ -63,8 +63,8 @@ size_t sampling_scratch_bytes(int64_t vocab);
 void choose_largest(const LogitRows& logits, int num_threads, int64_t* tokens, int64_t* num_wrong);
 
 // Chooses the token of every row.
-// scratch: num_threads * sampling_scratch_bytes(vocab). tokens, num_wrong: as above; tokens is -1 also where every token
-// is forbidden. logprobs: written for rows that have a token and num_logprobs >= 0.
+// scratch: num_threads * sampling_scratch_bytes(vocab). tokens, num_wrong: as above; the token is -1 also where all are
+// forbidden. logprobs: written for rows that have a token and num_logprobs >= 0.
 void choose_tokens(const LogitRows& logits, const RowWishes& wishes, int num_threads, std::byte* scratch,
                    int64_t* tokens, int64_t* num_wrong, const LogprobRows& logprobs);
 

@@ -89,6 +89,18 @@ GW_INLINE v16 round_bf16(v16 a) {
   const __m512i chosen = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
   return {_mm512_castsi512_ps(_mm512_and_si512(chosen, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
+// a, but every NaN is the one without a payload, whose bits round_bf16_plain cannot carry into the sign.
+GW_INLINE v16 plain_nan(v16 a) {
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.lanes, a.lanes, _CMP_UNORD_Q);
+  return {_mm512_mask_blend_ps(is_nan, a.lanes, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)))};
+}
+// round_bf16 of numbers whose NaNs, if any, are plain: five operations instead of nine.
+GW_INLINE v16 round_bf16_plain(v16 a) {
+  const __m512i bits = _mm512_castps_si512(a.lanes);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), lsb);
+  return {_mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
 // Values that round_bf16 gave, as 16-bit floats.
 GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
   const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(rounded.lanes), 16);
@@ -175,6 +187,17 @@ GW_INLINE __m256 round_half_bf16(__m256 a) {
   return _mm256_castsi256_ps(_mm256_and_si256(chosen, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 GW_INLINE v16 round_bf16(v16 a) { return {round_half_bf16(a.low), round_half_bf16(a.high)}; }
+GW_INLINE __m256 plain_half_nan(__m256 a) {
+  return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+GW_INLINE v16 plain_nan(v16 a) { return {plain_half_nan(a.low), plain_half_nan(a.high)}; }
+GW_INLINE __m256 round_half_bf16_plain(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), lsb);
+  return _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+GW_INLINE v16 round_bf16_plain(v16 a) { return {round_half_bf16_plain(a.low), round_half_bf16_plain(a.high)}; }
 GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
   const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(rounded.low), 16);
   const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(rounded.high), 16);
@@ -277,6 +300,15 @@ GW_INLINE v16 round_bf16(v16 a) {
     return float_of(chosen & 0xffff0000u);
   });
 }
+GW_INLINE v16 plain_nan(v16 a) {
+  return each([&](int i) { return std::isnan(a.lanes[i]) ? float_of(0x7fc00000u) : a.lanes[i]; });
+}
+GW_INLINE v16 round_bf16_plain(v16 a) {
+  return each([&](int i) {
+    const uint32_t bits = bits_of(a.lanes[i]);
+    return float_of((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+  });
+}
 GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
   for (int lane = 0; lane < kLanes; ++lane) at[lane] = static_cast<uint16_t>(bits_of(rounded.lanes[lane]) >> 16);
 }
@@ -319,9 +351,9 @@ GW_INLINE float largest_lane(v16 x) {
 }
 #endif
 
-// e to the power of x, for x <= 0 or moderate; 0 below -87. Range reduction by powers of two and a polynomial of degree 6
-// on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method of Cephes' expf (Moshier, 1989); the
-// coefficients are those of the Taylor series, which the short range makes good enough.
+// e to the power of x between -87 and 88, beyond that of the nearest of the two (so 1.6e-38 at least). Range reduction by
+// powers of two and a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method of
+// Cephes' expf (Moshier, 1989); the coefficients are those of the Taylor series, which the short range makes good enough.
 GW_INLINE v16 exp(v16 x) {
   const v16 clipped = max(min(x, broadcast(88.0f)), broadcast(-87.0f));
   const v16 power = round_to_integer(mul(clipped, broadcast(1.44269504f)));

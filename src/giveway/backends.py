@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
+from dataclasses import dataclass
 from enum import Enum
 
 from giveway.core.errors import ConfigError, MissingDependencyError
 from giveway.options import EngineOptions
-from giveway.runtime import native
+from giveway.runtime import native, torch
 from giveway.runtime.backend import Backend
 from giveway.runtime.model_config import ModelConfig
-from giveway.runtime.model_source import INSTALL_TORCH
 from giveway.runtime.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger("giveway")
@@ -24,57 +23,65 @@ class BackendName(Enum):
     TORCH = "torch"
 
 
-def choose_backend(options: EngineOptions, config: ModelConfig) -> tuple[BackendName, str | None]:
-    """Return the backend for a model, and why it is not the native one (None where it is, or was not wanted).
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """A backend, and why it is this one."""
+
+    name: BackendName
+    reason: str  # for people, and why not the other; with the remedy where there is one
+    is_second_best: bool = False  # the kernels are here and were to be expected, but cannot be used
+
+
+def choose_backend(options: EngineOptions, config: ModelConfig) -> BackendChoice:
+    """Choose the backend for a model.
 
     Raises ConfigError or MissingDependencyError when the one that was asked for by name cannot be had, or none can.
     """
     if options.backend == BackendName.TORCH.value:
-        return BackendName.TORCH, None
-    reason = _why_not_native(options, config)
-    if reason is None:
-        return BackendName.NATIVE, None
+        return BackendChoice(BackendName.TORCH, "asked for by name")
     if options.backend == BackendName.NATIVE.value:
-        failure = ConfigError if native.is_installed() else MissingDependencyError
-        raise failure(f"backend is 'native', but {reason}")
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError(
-            f"no backend can run this model: {reason}. PyTorch is missing too. {INSTALL_TORCH}"
-        )
-    return BackendName.TORCH, reason
-
-
-def _why_not_native(options: EngineOptions, config: ModelConfig) -> str | None:
+        _check_native(options, config)
+        return BackendChoice(BackendName.NATIVE, "asked for by name")
     if options.device == "cuda":
-        return "the device is cuda, and the native kernels compute on the CPU"
-    if options.device == "auto" and options.backend == "auto" and _has_cuda():
-        return "there is a CUDA device"
-    if not native.is_installed():
-        return f"the native kernels are not installed. {native.INSTALL_KERNELS}"
-    return native.unsupported_reason(config, dtype=options.dtype, block_size=options.block_size)
+        return BackendChoice(BackendName.TORCH, "the native kernels compute on the CPU only")
+    if options.device == "auto" and torch.finds_cuda():
+        return BackendChoice(
+            BackendName.TORCH, "there is a CUDA device, and the native kernels compute on the CPU only"
+        )
+    missing = native.missing_reason()
+    reason = missing or native.unsupported_reason(config, options)
+    if reason is None:
+        other = "--backend torch chooses PyTorch" if torch.is_installed() else "PyTorch is not installed"
+        return BackendChoice(BackendName.NATIVE, f"installed, and can run this model; {other}")
+    if not torch.is_installed():
+        raise MissingDependencyError(
+            f"nothing can compute this model: {reason}; and PyTorch is not installed. {torch.INSTALL_TORCH}"
+        )
+    return BackendChoice(BackendName.TORCH, reason, is_second_best=native.is_installed())
 
 
-def _has_cuda() -> bool:
-    """Whether PyTorch finds a CUDA device; loads PyTorch only where the system has a driver at all."""
-    import ctypes.util
-
-    if importlib.util.find_spec("torch") is None or ctypes.util.find_library("cuda") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+def _check_native(options: EngineOptions, config: ModelConfig) -> None:
+    if options.device == "cuda":
+        raise ConfigError(
+            "backend is 'native', which computes on the CPU, but device is 'cuda'. Set --device cpu or --backend torch."
+        )
+    if missing := native.missing_reason():
+        raise MissingDependencyError(f"backend is 'native', but {missing}")
+    if reason := native.unsupported_reason(config, options):
+        raise ConfigError(f"backend is 'native', but {reason}. Or set --backend torch.")
 
 
 def load_backend(options: EngineOptions, checkpoint: Checkpoint) -> Backend:
     """Load a model's weights into the backend chosen for it. Raises what choose_backend and the backends raise."""
-    name, reason = choose_backend(options, checkpoint.config)
-    if name is BackendName.NATIVE:
-        return native.load_backend(checkpoint, dtype=options.dtype, num_threads=options.num_threads)
-    if reason is not None and options.device != "cuda":
-        logger.info("PyTorch computes: %s", reason)
-    from giveway.runtime import torch as torch_backend
-
-    return torch_backend.load_backend(
+    choice = choose_backend(options, checkpoint.config)
+    if choice.name is BackendName.NATIVE:
+        return native.load_backend(
+            checkpoint, dtype=options.dtype, exact=options.exact, num_threads=options.num_threads
+        )
+    if options.backend == "auto":
+        level = logging.WARNING if choice.is_second_best else logging.INFO
+        logger.log(level, "PyTorch computes, not the native kernels: %s", choice.reason)
+    return torch.load_backend(
         checkpoint,
         device=options.device,
         dtype=options.dtype,

@@ -10,9 +10,10 @@ import torch
 
 from giveway.runtime.model_source import ModelSource, open_model
 from giveway.runtime.tokenizer.chat_template import encode_chat
-from giveway.runtime.torch import load_backend
 from giveway.runtime.weights.dequantize import dequantize
-from tests.runtime.torch_driver import Driver, sample_input
+from tests.backends import NAMES, load_backend
+from tests.runtime.backend_driver import Driver
+from tests.sample_inputs import sample_input
 
 NEAR_TIE = 1e-4  # where the two best logits are closer than this, rounding may decide
 
@@ -54,8 +55,8 @@ class Pair:
         return encode_chat(self.source.tokenizer, template, [{"role": "user", "content": text}])
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request: pytest.FixtureRequest) -> Pair:
     import transformers
 
     source = open_model()
@@ -81,7 +82,8 @@ def pair() -> Pair:
     reference.load_state_dict(state, assign=True)
     # What is computed and not stored does not survive the meta device.
     reference.model.rotary_emb = type(reference.model.rotary_emb)(config=settings)
-    return Pair(source, Driver(load_backend(source.checkpoint, dtype="float32"), num_blocks=600), reference.eval())
+    backend = load_backend(request.param, source.checkpoint, dtype="float32")
+    return Pair(source, Driver(backend, num_blocks=600), reference.eval())
 
 
 def answer_all(pair: Pair, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -158,7 +160,8 @@ def test_the_capital_of_france_is_paris(pair: Pair) -> None:
     assert pair.source.tokenizer.decode(answer[:end]) == "The capital of France is Paris."
 
 
-def test_bfloat16_knows_the_capital_too(pair: Pair) -> None:
-    driver = Driver(load_backend(pair.source.checkpoint, dtype="bfloat16"))
+@pytest.mark.parametrize("backend", NAMES)
+def test_bfloat16_knows_the_capital_too(backend: str, pair: Pair) -> None:
+    driver = Driver(load_backend(backend, pair.source.checkpoint, dtype="bfloat16"))
     answer = driver.generate(pair.prompt("What is the capital of France?"), 8)
     assert "Paris" in pair.source.tokenizer.decode(answer)

@@ -20,6 +20,7 @@ from giveway.core.sampling import SamplingParams
 from giveway.engine.engine import Engine
 from giveway.engine.outputs import RequestOutput
 from giveway.options import EngineOptions
+from tests.backends import OPTIONS
 
 pytestmark = pytest.mark.long
 
@@ -34,9 +35,9 @@ URGENT = SamplingParams(temperature=0, max_tokens=1)
 SWAP, RECOMPUTE = PreemptionChoice.SWAP, PreemptionChoice.RECOMPUTE
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    loaded = load_model(EngineOptions(device="cpu"))
+@pytest.fixture(scope="module", params=OPTIONS)
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    loaded = load_model(request.param)
     yield loaded
     loaded.backend.close()
 

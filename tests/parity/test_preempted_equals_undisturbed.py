@@ -27,6 +27,7 @@ from giveway.engine.outputs import RequestOutput
 from giveway.options import EngineOptions
 from giveway.runtime.dry.scripted_copies import CopyFate, ScriptedCopies
 from giveway.runtime.model_executor import ModelExecutor
+from tests.backends import OPTIONS
 
 NUM_TOKENS = 20
 STORIES = (
@@ -62,9 +63,9 @@ class Workload:
     answers: tuple[RequestOutput, ...]
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    loaded = load_model(EngineOptions(device="cpu"))
+@pytest.fixture(scope="module", params=OPTIONS)
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    loaded = load_model(request.param)
     yield loaded
     loaded.backend.close()
 

@@ -24,7 +24,7 @@ from giveway.runtime.backend import BatchSequence, MemoryPool
 from giveway.runtime.copies import fetch_from_disk, park_on_disk
 from giveway.runtime.disk_tier import DiskTier
 from giveway.runtime.dry.dry_backend import DryBackend
-from tests.runtime.torch_driver import sample_input
+from tests.sample_inputs import sample_input
 
 BLOCK_BYTES = 5000  # two units of 4096 bytes, the second one not filled
 SLOT_BYTES = 8192

@@ -8,7 +8,7 @@ from giveway.core.errors import InvariantError
 from giveway.core.ids import DeviceBlockId, RequestId
 from giveway.runtime.backend import BatchSequence, SequenceResult
 from giveway.runtime.dry.dry_backend import DryBackend, choose_token
-from tests.runtime.torch_driver import sample_input
+from tests.sample_inputs import sample_input
 
 VOCAB = 20
 

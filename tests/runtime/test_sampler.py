@@ -20,7 +20,7 @@ from giveway.runtime.sampler import (
     token_logprobs,
     uniform,
 )
-from tests.runtime.torch_driver import sample_input
+from tests.sample_inputs import sample_input
 
 VOCAB = 50
 UNIFORM_VALUES = [0.8833108082136426, 0.43152799704850997, 0.7497482413580301, 0.64635420864685]
@@ -240,7 +240,7 @@ def test_a_negative_logit_is_penalised_downwards() -> None:
 def test_ids_beyond_the_vocabulary_are_ignored() -> None:
     logits = np.array([1.0, 2.0], np.float32)
     wishes = params(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.1, logit_bias={9: 50.0})
-    sample = sample_input(wishes, prompt_token_ids=[7, -1], output_token_ids=[99], forbidden=[55])
+    sample = sample_input(wishes, prompt_token_ids=[7, -1], output_token_ids=[99], forbidden=[55, 2**70])
     assert choose_token(logits, sample) == 1
 
 
@@ -276,6 +276,14 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     logits = np.array([0.0, 80.0, 79.0], np.float32)
     drawn = {choose_token(logits, sample_input(params(temperature=temperature), seed=seed)) for seed in range(200)}
     assert drawn == ({1} if temperature < 1 else {0, 1, 2})
+
+
+def test_a_penalty_or_temperature_next_to_zero_chooses_what_it_lifts_above_all() -> None:
+    logits = np.array([1.0, 5.0, 2.0], np.float32)
+    for temperature in (0.0, 1e-310, 1.0):
+        wishes = params(temperature=temperature, repetition_penalty=1e-310)
+        assert choose_token(logits, sample_input(wishes, prompt_token_ids=[2])) == 2
+    assert choose_token(logits, sample_input(params(temperature=1e-310))) == 1
 
 
 def test_logprobs_are_those_of_the_model_before_any_wish() -> None:

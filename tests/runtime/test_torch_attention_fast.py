@@ -15,7 +15,7 @@ from giveway.runtime.torch import load_backend
 from giveway.runtime.torch.attention import AttentionShape, Chunk
 from giveway.runtime.torch.attention_fast import VarlenAttention, activate_flash_attention_3, choose_fast_attention
 from giveway.runtime.torch.backend import TorchBackend
-from tests.runtime.torch_driver import Driver, random_tokens
+from tests.runtime.backend_driver import Driver, random_tokens
 
 
 def stand_in_for_varlen(

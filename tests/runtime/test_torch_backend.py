@@ -18,7 +18,8 @@ from giveway.runtime.backend import Backend, BatchSequence, SequenceResult, Toke
 from giveway.runtime.tiny import tiny_checkpoint
 from giveway.runtime.torch import load_backend
 from giveway.runtime.torch.backend import TorchBackend, _to_host
-from tests.runtime.torch_driver import GREEDY, Driver, random_tokens, sample_input
+from tests.runtime.backend_driver import Driver, random_tokens
+from tests.sample_inputs import GREEDY, sample_input
 
 TINY_UP_VALUES = [-0.28119218349456787, -0.3039258122444153, 0.020030884072184563]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -154,8 +155,8 @@ def test_old_pools_are_gone_before_the_new_ones_are_sized(monkeypatch: pytest.Mo
     assert old is not None
     left: list[int] = []
     monkeypatch.setattr(
-        "giveway.runtime.torch.kv_storage._check_room",
-        lambda *arguments: left.append(old.num_device_bytes + old.num_host_bytes),
+        "giveway.runtime.main_memory_pools.check_room",
+        lambda *_, **__: left.append(old.num_device_bytes + old.num_host_bytes),
     )
     backend.allocate(num_device_blocks=7, num_host_blocks=4, block_size=16)
     assert left == [0, 0]
@@ -376,6 +377,6 @@ def test_a_swap_on_cuda_changes_no_bit() -> None:
     old, new = driver.table(90), driver.table(90)
     driver.backend.logits([driver.chunk(tokens[:80], 0, old)])
     hosts = list(range(len(old)))
-    driver.backend.copy_out(list(zip(old, hosts, strict=True)))  # type: ignore[arg-type]
-    driver.backend.copy_in(list(zip(hosts, new, strict=True)))  # type: ignore[arg-type]
+    driver.backend.copy_out(list(zip(old, hosts, strict=True)))
+    driver.backend.copy_in(list(zip(hosts, new, strict=True)))
     assert torch.equal(driver.backend.logits([driver.chunk(tokens[80:], 80, new)]), expected)

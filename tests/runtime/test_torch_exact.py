@@ -26,7 +26,8 @@ from giveway.runtime.torch.exact_ops import (
     silu_times,
 )
 from giveway.runtime.torch.weights import choose_product
-from tests.runtime.torch_driver import Driver, random_tokens, sample_input
+from tests.runtime.backend_driver import Driver, random_tokens
+from tests.sample_inputs import sample_input
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,8 +12,9 @@ import torch
 from giveway.core.errors import ConfigError, DeviceFaultError
 from giveway.core.ids import DeviceBlockId, HostBlockId
 from giveway.runtime.backend import MemoryPool
+from giveway.runtime.block_shape import BlockShape
 from giveway.runtime.torch import kv_storage
-from giveway.runtime.torch.kv_storage import BlockShape, KVStorage, available_bytes, joined_runs
+from giveway.runtime.torch.kv_storage import KVStorage, available_bytes
 
 SHAPE = BlockShape(num_layers=3, block_size=4, num_kv_heads=2, head_size=8)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -79,14 +78,6 @@ def test_random_copies_agree_with_a_dictionary(device: str) -> None:
         assert content(storage, storage.blank_block) == {0.0}
 
 
-def test_neighbouring_pairs_are_joined_into_one_copy() -> None:
-    pairs = [(3, 0), (4, 1), (5, 2), (7, 3), (8, 4), (9, 6), (2, 7)]
-    assert list(joined_runs(pairs)) == [(3, 0, 3), (7, 3, 2), (9, 6, 1), (2, 7, 1)]
-    assert list(joined_runs([])) == []
-    # Downhill neighbours are not a run: a copy goes upwards on both sides.
-    assert list(joined_runs([(5, 5), (4, 4)])) == [(5, 5, 1), (4, 4, 1)]
-
-
 @pytest.mark.parametrize(
     "pairs",
     [[(0, 0), (12, 1)], [(0, 0), (1, 9)], [(-1, 0)], [(0, -1)]],
@@ -126,15 +117,6 @@ def test_pools_too_large_for_the_memory_are_refused_with_numbers() -> None:
         make_storage(num_device_blocks=10**9)
     with pytest.raises(ConfigError, match=r"the host pool .* Lower --swap-space"):
         make_storage(num_host_blocks=10**9)
-
-
-def test_two_pools_that_fit_only_one_at_a_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Goal: pages are taken later, so the second pool must not count on what the first one is going to take.
-    block_bytes = SHAPE.num_elements * 4
-    monkeypatch.setattr(kv_storage, "available_bytes", lambda device: (13 + 8) * block_bytes)
-    with pytest.raises(ConfigError, match=r"the host pool of 9 KV blocks .* at most 8 blocks fit"):
-        make_storage(num_device_blocks=12, num_host_blocks=9)
-    make_storage(num_device_blocks=12, num_host_blocks=8)
 
 
 def test_a_pool_without_host_blocks_is_fine() -> None:
@@ -252,44 +234,6 @@ def test_memory_that_torch_has_cached_on_the_gpu_counts_as_available(monkeypatch
     assert available_bytes(torch.device("cuda")) == 540
 
 
-def test_a_large_copy_is_shared_with_a_second_thread_and_every_byte_arrives() -> None:
-    # Goal: 512 scattered blocks of 32 KiB, more than the limit from which a second thread helps.
-    shape = BlockShape(num_layers=4, block_size=16, num_kv_heads=4, head_size=16)
-    storage = KVStorage(
-        shape, num_device_blocks=600, num_host_blocks=600, dtype=torch.float32, device=torch.device("cpu")
-    )
-    device, host = storage.pools()
-    device.copy_(torch.arange(600, dtype=torch.float32).view(-1, 1, 1, 1, 1, 1).expand_as(device))
-    order = torch.randperm(600, generator=torch.Generator().manual_seed(1)).tolist()
-    pairs = [(DeviceBlockId(block), HostBlockId(place)) for place, block in enumerate(order[:512])]
-    storage.copy_out(pairs)
-    assert all(bool((host[place] == block).all()) for block, place in pairs)
-    device.zero_()
-    storage.copy_in([(place, block) for block, place in pairs])
-    assert all(bool((device[block] == block).all()) for block, _ in pairs)
-    storage.copy_out([])
-    storage.close()
-    storage.close()
-
-
-def test_touching_leaves_what_was_written_meanwhile_and_the_rest_zeros() -> None:
-    # Goal: the thread that maps pages runs beside requests that write; 24 MiB in blocks of 96 KiB.
-    shape = BlockShape(num_layers=6, block_size=16, num_kv_heads=2, head_size=64)
-    storage = KVStorage(
-        shape, num_device_blocks=200, num_host_blocks=50, dtype=torch.float32, device=torch.device("cpu")
-    )
-    device, host = storage.pools()
-    device[::3].fill_(2.0)
-    host[::3].fill_(3.0)
-    storage.wait_until_touched()
-    assert storage.num_pending_bytes == 0
-    for pool, value in ((device, 2.0), (host, 3.0)):
-        assert bool((pool[::3] == value).all())
-        assert not bool(pool[1::3].any() or pool[2::3].any())
-    assert not bool(storage.blocks(0, 0)[storage.blank_block].any())
-    storage.close()
-
-
 ALL_BITS = bytes(place * 7 % 256 for place in range(SHAPE.num_elements * 4))  # among them NaNs with a payload
 
 
@@ -309,23 +253,6 @@ def test_a_block_is_read_and_written_byte_by_byte() -> None:
         assert storage.read_block(MemoryPool.HOST, 0) == ALL_BITS
         storage.copy_within([(DeviceBlockId(3), DeviceBlockId(11))])
         assert storage.read_block(MemoryPool.DEVICE, 11) == ALL_BITS
-
-
-def test_a_block_in_main_memory_is_read_where_it_lies_and_outlives_the_storage() -> None:
-    # Goal: no copy; and a view that somebody still holds after close() points at memory.
-    storage = make_storage()
-    view = storage.read_block(MemoryPool.HOST, 8)
-    storage.write_block(MemoryPool.HOST, 8, memoryview(ALL_BITS))
-    assert view == ALL_BITS
-    storage.close()
-    assert view == ALL_BITS
-
-
-def test_a_block_is_written_from_one_piece_of_any_format() -> None:
-    storage = make_storage()
-    storage.write_block(MemoryPool.DEVICE, 0, memoryview(bytearray(ALL_BITS)).cast("H"))
-    storage.write_block(MemoryPool.HOST, 1, storage.read_block(MemoryPool.DEVICE, 0))
-    assert storage.read_block(MemoryPool.HOST, 1) == ALL_BITS
 
 
 @pytest.mark.parametrize(
@@ -387,29 +314,3 @@ def test_a_copy_inside_the_device_pool_out_of_bounds_is_refused_before_anything_
         storage.copy_within(within((3, 4), wrong))
     assert content(storage, 4) == {5.0}
     assert content(storage, storage.blank_block) == {0.0}
-
-
-def test_a_long_run_is_cut_into_pieces_for_two_threads() -> None:
-    # Goal: 1 MiB a piece, and a larger block is a piece of its own.
-    pairs = [(block, block + 5) for block in range(7)]
-    third = (1 << 20) // 3
-    assert list(kv_storage._pieces(pairs, third)) == [(0, 5, 3), (3, 8, 3), (6, 11, 1)]
-    assert list(kv_storage._pieces(pairs[:2], 2 << 20)) == [(0, 5, 1), (1, 6, 1)]
-    assert list(kv_storage._pieces([], third)) == []
-
-
-def test_a_large_copy_does_not_wait_for_a_second_thread_that_has_not_begun() -> None:
-    # Goal: on busy cores the second thread may come late; here it comes only after the copy has returned.
-    shape = BlockShape(num_layers=4, block_size=16, num_kv_heads=4, head_size=16)
-    storage = KVStorage(
-        shape, num_device_blocks=200, num_host_blocks=200, dtype=torch.float32, device=torch.device("cpu")
-    )
-    device, host = storage.pools()
-    device.fill_(2.0)
-    may_begin = threading.Event()
-    storage._second_thread = ThreadPoolExecutor(1)
-    storage._second_thread.submit(may_begin.wait)
-    storage.copy_out(out(*((block, block) for block in range(200))))
-    assert bool((host == 2.0).all())
-    may_begin.set()
-    storage.close()

@@ -6,21 +6,27 @@ import json
 import subprocess
 import sys
 import time
-from math import prod
+from dataclasses import replace
 
 from giveway.bench.measure import Report, sample
+from giveway.cli.model_facts import model_facts
 from giveway.core.errors import GiveWayError
+from giveway.options import EngineOptions
 
 _CHILD = """
 import json, sys, threading
+from importlib import import_module
 def anonymous_bytes():
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
 from giveway.build import build_on, load_model
 from giveway.core.sampling import SamplingParams
 from giveway.options import EngineOptions
-import giveway.runtime.torch.backend
-options = EngineOptions(model=sys.argv[1] or None, num_kv_blocks=64, swap_space=0, max_model_len=1000)
+model, backend, dtype = sys.argv[1:]
+import_module(f"giveway.runtime.{backend}.backend")
+options = EngineOptions(
+    model=model or None, device="cpu", backend=backend, dtype=dtype, num_kv_blocks=64, swap_space=0, max_model_len=1000
+)
 before, peak, loaded = anonymous_bytes(), 0, threading.Event()
 def watch():
     global peak
@@ -40,17 +46,20 @@ print(json.dumps({"peak_bytes": peak - before}), flush=True)
 """
 
 
-def bench_start(model: str | None, *, num_rounds: int = 5) -> Report:
-    """Measure; the child's time runs from its start to the line it prints once the first token is there.
+def bench_start(options: EngineOptions, *, num_rounds: int = 5) -> Report:
+    """Measure model, backend and dtype of `options` on the CPU.
 
+    start_to_first_token_s: from the start of the child to the line that it prints once the first token is there.
     loading_peak_mib: the most anonymous memory (not file-backed) that the process held while loading, above what it
-    held before, sampled every 4 ms. weights_mib: the parameters in the type they are used in.
+    held before, sampled every 4 ms. weights_mib: the parameters as the backend keeps them.
     """
+    facts = model_facts(replace(options, device="cpu"))
+    arguments = [options.model or "", str(facts["backend"]), str(facts["dtype"])]
     times, peaks = [], []
     for _ in range(num_rounds):
         started_s = time.perf_counter()
         with subprocess.Popen(  # our own interpreter and text
-            [sys.executable, "-c", _CHILD, model or ""], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _CHILD, *arguments], stdout=subprocess.PIPE, text=True
         ) as child:
             assert child.stdout is not None
             line = child.stdout.readline()
@@ -58,7 +67,14 @@ def bench_start(model: str | None, *, num_rounds: int = 5) -> Report:
         if not line:
             raise GiveWayError(f"the measured process ended with code {child.returncode}; its message is above")
         peaks.append(json.loads(line)["peak_bytes"] / 2**20)
-    start, weights_mib = sample(times), _weight_bytes(model) / 2**20
+    start, weights_mib = sample(times), facts["weights_bytes"] / 2**20
+    settings = {
+        "model": facts["model"],
+        "backend": facts["backend"],
+        "instruction_set": facts["instruction_set"],
+        "dtype": facts["dtype"],
+        "rounds": num_rounds,
+    }
     row = {
         "start_to_first_token_s": start.median,
         "low_s": start.low,
@@ -67,17 +83,4 @@ def bench_start(model: str | None, *, num_rounds: int = 5) -> Report:
         "loading_peak_mib": sample(peaks).median,
         "peak_over_weights": sample(peaks).median / weights_mib,
     }
-    return Report("Process start to first token", {"model": model or "embedded", "rounds": num_rounds}, [row])
-
-
-def _weight_bytes(model: str | None) -> int:
-    """Bytes of all parameters as float32, what a CPU computes in unless told otherwise."""
-    if model == "tiny":
-        from giveway.runtime.tiny import tiny_checkpoint
-
-        config = tiny_checkpoint().config
-    else:
-        from giveway.runtime.model_source import open_model
-
-        config = open_model(model).checkpoint.config
-    return 4 * sum(prod(shape) for shape in config.tensor_shapes().values())
+    return Report("Process start to first token", settings, [row])

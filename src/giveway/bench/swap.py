@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, cycle, islice
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from giveway.bench.measure import Report
 from giveway.core.block_pool import BlockPool
 from giveway.core.ids import DeviceBlockId
 from giveway.core.plan import CopyDirection
-from giveway.runtime.torch.kv_storage import BlockShape
-from giveway.runtime.torch.swap_probe import SwapProbe
+from giveway.runtime.block_shape import BlockShape
+from giveway.runtime.torch import make_swap_probe
+
+if TYPE_CHECKING:
+    from giveway.runtime.torch.swap_probe import SwapProbe
 
 SHAPE = BlockShape(num_layers=28, block_size=16, num_kv_heads=4, head_size=128)
 NUM_BLOCKS = 1280  # of either pool: 1.1 GiB
@@ -33,9 +36,9 @@ def bench_swap(
 ) -> Report:
     """Measure out and in for every size (tokens), in two pools of `num_blocks`.
 
-    Raises ConfigError when the device is absent or memory is short.
+    Raises ConfigError when the device is absent or memory is short, MissingDependencyError without PyTorch.
     """
-    probe = SwapProbe(SHAPE, num_blocks=num_blocks, device=device)
+    probe = make_swap_probe(SHAPE, num_blocks=num_blocks, device=device)
     scattered = _scattered_blocks(random.Random(7), num_blocks)  # noqa: S311  # repeatable on purpose
     ends = {end: _around(scattered, num_blocks) for end in ("device", "host")}
     rows = [_row(probe, tokens, num_blocks, ends, num_rounds) for tokens in sizes]

@@ -51,12 +51,12 @@ def exact(options: EngineOptions, quick: bool, json_file: str | None) -> None:
 
 @command.command("start")
 @_takes_report_options
-@takes_engine_options(only=("model",))
+@takes_engine_options(only=("model", "backend", "dtype"))
 def start(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Process start to first token, and what loading the weights takes of memory."""
     from giveway.bench.start import bench_start
 
-    _show(bench_start(options.model, num_rounds=2 if quick else 5), json_file)
+    _show(bench_start(options, num_rounds=2 if quick else 5), json_file)
 
 
 @command.command("scheduler")
@@ -74,9 +74,6 @@ def scheduler(options: EngineOptions, quick: bool, json_file: str | None) -> Non
 @takes_engine_options(only=("device",))
 def swap(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Bandwidth of swapping a 7B model's KV against the peak of the same link, and against the naive method."""
-    from giveway.runtime.threads import limit_spinning
-
-    limit_spinning()
     from giveway.bench.swap import bench_swap
 
     device = "cpu" if options.device == "auto" else options.device
@@ -108,7 +105,7 @@ def kernels(options: EngineOptions, isa: str | None, quick: bool, json_file: str
 
 @command.command("overhead")
 @_takes_report_options
-@takes_engine_options(only=("model", "device", "dtype", "num_threads"))
+@takes_engine_options(only=("model", "device", "backend", "dtype", "num_threads"))
 def overhead(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """What priorities cost while nothing is lacking: the same work with them and in plain arrival order."""
     from giveway.bench.overhead import bench_overhead
@@ -129,7 +126,7 @@ def memory(options: EngineOptions, quick: bool, json_file: str | None) -> None: 
 
 @command.command("tax")
 @_takes_report_options
-@takes_engine_options(only=("model", "device", "dtype", "num_threads", "cost_profile"))
+@takes_engine_options(only=("model", "device", "backend", "dtype", "num_threads", "cost_profile"))
 def storm_tax(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Work done again when requests need ten times the KV pool: recomputing and swapping, dry and real."""
     from giveway.bench import tax
@@ -149,7 +146,7 @@ def storm_tax(options: EngineOptions, quick: bool, json_file: str | None) -> Non
 
 @command.command("crossover")
 @_takes_report_options
-@takes_engine_options(only=("model", "device", "dtype", "num_threads", "swap_dir"))
+@takes_engine_options(only=("model", "device", "backend", "dtype", "num_threads", "swap_dir"))
 def crossover(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Recompute or swap, by context length: what each costs here and on other hardware, and what auto does."""
     from giveway.bench.crossover import QUICK_TOKENS, REAL_TOKENS, bench_crossover
@@ -160,7 +157,7 @@ def crossover(options: EngineOptions, quick: bool, json_file: str | None) -> Non
 
 @command.command("pace")
 @_takes_report_options
-@takes_engine_options(only=("model", "device", "dtype", "num_threads"))
+@takes_engine_options(only=("model", "device", "backend", "dtype", "num_threads"))
 def pace(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """Wait of urgent arrivals during a long background prefill, with the step-time target and without."""
     from giveway.bench.pace import BACKGROUND_TOKENS, QUICK_BACKGROUND_TOKENS, bench_pace

@@ -21,7 +21,7 @@ from giveway.options import EngineOptions
     help="Also write the results to this file.",
     type=click.Path(dir_okay=False),
 )
-@takes_engine_options(only=("model", "device", "dtype", "exact", "num_threads", "check_invariants"))
+@takes_engine_options(only=("model", "device", "backend", "dtype", "exact", "num_threads", "check_invariants"))
 def command(options: EngineOptions, write_up: bool, json_file: str | None) -> int:
     """See background work give way to urgent questions, and lose nothing.
 
@@ -38,7 +38,9 @@ def command(options: EngineOptions, write_up: bool, json_file: str | None) -> in
 
     target = open_target(json_file)
     if write_up:
-        options = replace(options, model=options.model or "tiny", block_size=1)  # before a backend is chosen for it
+        # Blocks of one token, which the native kernels do not take.
+        backend = "torch" if options.backend == "auto" else options.backend
+        options = replace(options, model=options.model or "tiny", block_size=1, backend=backend)
     make = workload.write_up if write_up else workload.urgent_among_background
     result = run_demo(options, make, make_display())
     if target is not None:

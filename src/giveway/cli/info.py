@@ -10,7 +10,7 @@ from giveway.cli.flags import flag, takes_engine_options
 from giveway.options import EngineOptions
 
 _SIZING = (
-    "device", "dtype", "max_model_len", "block_size", "kv_cache_memory_bytes", "num_kv_blocks", "swap_space",
+    "device", "backend", "dtype", "max_model_len", "block_size", "kv_cache_memory_bytes", "num_kv_blocks", "swap_space",
 )  # fmt: skip
 
 

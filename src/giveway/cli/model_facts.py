@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +9,16 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+from giveway.backends import BackendName, choose_backend
 from giveway.build import format_bytes, load_model, size_pools
 from giveway.core.config import CacheConfig, blocks_for
 from giveway.core.errors import MissingDependencyError
 from giveway.options import EngineOptions
-from giveway.runtime import memory
+from giveway.runtime import memory, native, torch
 from giveway.runtime.backend import Backend
 from giveway.runtime.model_config import ModelConfig
-from giveway.runtime.model_source import INSTALL_TORCH, open_model
+from giveway.runtime.model_source import open_model
+from giveway.runtime.weights.checkpoint import Checkpoint, Encoding
 
 logger = logging.getLogger("giveway")
 
@@ -35,26 +36,34 @@ class _Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """Where the model would run."""
+    """Where the model would run, and on what."""
 
     device: str
     dtype: str
-    dtype_bytes: int  # of one element
     free_memory_bytes: int  # before the weights are loaded; 0: not known
+    backend: str | None  # None: there is none that could compute it
+    reason: str  # why this backend and not the other
+    instruction_set: str | None = None  # of the native kernels
+    keeps_encodings: bool = False  # weights stay quantized in memory
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one element."""
+        return _DTYPE_BYTES[self.dtype]
 
 
 def model_facts(options: EngineOptions) -> dict[str, Any]:
     """Return geometry, sizes (bytes) and what fits, by name; None: there is no such thing, or it is not known.
 
-    Works without PyTorch, which is then told as a warning: sizes are those for the CPU.
+    Works without any backend, which is then told as a warning: sizes are those of PyTorch on the CPU.
     Raises ModelError or ConfigError.
     """
     if options.device == "dry":
         return _facts_of_dry_run(options)
-    name, config, stored_bytes = _open(options.model)
+    name, checkpoint, stored_bytes = _open(options.model)
+    config = checkpoint.config
     machine = _machine(options, config)
-    num_parameters = sum(map(prod, config.tensor_shapes().values()))
-    weight_bytes = num_parameters * machine.dtype_bytes
+    weight_bytes = _loaded_bytes(checkpoint, machine)
     kv_bytes_per_token = config.kv_bytes_per_token(machine.dtype_bytes)
     free = max(machine.free_memory_bytes - weight_bytes, 0)
     cache = size_pools(options, cast(Backend, _Estimate(machine.device, kv_bytes_per_token, free)))
@@ -69,9 +78,12 @@ def model_facts(options: EngineOptions) -> dict[str, Any]:
         "head_size": config.head_size,
         "vocab_size": config.vocab_size,
         "max_positions": config.max_positions,
-        "num_parameters": num_parameters,
+        "num_parameters": sum(map(prod, config.tensor_shapes().values())),
         "weights_stored_bytes": stored_bytes,
         "device": machine.device,
+        "backend": machine.backend,
+        "backend_reason": machine.reason,
+        "instruction_set": machine.instruction_set,
         "dtype": machine.dtype,
         "weights_bytes": weight_bytes,
         **_facts_of_pool(options, kv_bytes_per_token, config.max_positions, cache),
@@ -91,7 +103,7 @@ def _facts_of_dry_run(options: EngineOptions) -> dict[str, Any]:
         "max_positions": model.max_positions,
         **dict.fromkeys(("num_parameters", "weights_stored_bytes")),
         "device": model.backend.device,
-        **dict.fromkeys(("dtype", "weights_bytes")),
+        **dict.fromkeys(("backend", "backend_reason", "instruction_set", "dtype", "weights_bytes")),
         **_facts_of_pool(
             options, model.backend.kv_bytes_per_token, model.max_positions, size_pools(options, model.backend)
         ),
@@ -115,34 +127,67 @@ def _facts_of_pool(
     }
 
 
+def _loaded_bytes(checkpoint: Checkpoint, machine: _Machine) -> int:
+    """Bytes of all parameters in memory, about: padding is not counted."""
+    num_bytes = 0.0
+    for name, shape in checkpoint.config.tensor_shapes().items():
+        per_element = float(machine.dtype_bytes)
+        if machine.keeps_encodings and len(shape) > 1:
+            encoding = checkpoint.tensor(name).encoding
+            if encoding is not Encoding.F16:  # which the kernels widen
+                per_element = min(per_element, encoding.block_bytes / encoding.block_elements)
+        num_bytes += prod(shape) * per_element
+    return round(num_bytes)
+
+
 def _machine(options: EngineOptions, config: ModelConfig) -> _Machine:
-    """Raises ConfigError for a device or a dtype that there is not."""
-    if importlib.util.find_spec("torch") is None:
-        return _machine_without_torch(options)
+    """Raises ConfigError for a device or a dtype that there is not, or a backend that cannot be had."""
+    try:
+        choice = choose_backend(options, config)
+        if choice.name is BackendName.NATIVE:
+            return _machine_of_kernels(options, choice.reason)
+        return _machine_of_torch(options, config, choice.reason)
+    except MissingDependencyError as missing:
+        if options.backend != "auto" or options.device == "cuda":
+            raise
+        logger.warning("sizes are those of PyTorch on the CPU: %s", missing)
+        dtype = "float32" if options.dtype == "auto" else options.dtype
+        return _Machine("cpu", dtype, memory.available_bytes() or 0, None, str(missing))
+
+
+def _machine_of_kernels(options: EngineOptions, reason: str) -> _Machine:
+    from giveway_kernels import chosen_instruction_set
+
+    return _Machine(
+        "cpu",
+        native.choose_dtype(options.dtype),
+        memory.available_bytes() or 0,
+        BackendName.NATIVE.value,
+        reason,
+        chosen_instruction_set(),
+        keeps_encodings=True,
+    )
+
+
+def _machine_of_torch(options: EngineOptions, config: ModelConfig, reason: str) -> _Machine:
+    if not torch.is_installed():
+        raise MissingDependencyError(f"PyTorch is not installed. {torch.INSTALL_TORCH}")
     from giveway.runtime.torch.kv_storage import available_bytes
     from giveway.runtime.torch.settings import choose_device, choose_dtype
 
     device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device, config)
-    return _Machine(device.type, str(dtype).removeprefix("torch."), dtype.itemsize, available_bytes(device) or 0)
+    dtype = str(choose_dtype(options.dtype, device, config)).removeprefix("torch.")
+    return _Machine(device.type, dtype, available_bytes(device) or 0, BackendName.TORCH.value, reason)
 
 
-def _machine_without_torch(options: EngineOptions) -> _Machine:
-    if options.device == "cuda":
-        raise MissingDependencyError(f"device is 'cuda', and only PyTorch can tell what it has. {INSTALL_TORCH}")
-    logger.warning("PyTorch is not installed: sizes are those for the CPU. %s", INSTALL_TORCH)
-    dtype = "float32" if options.dtype == "auto" else options.dtype
-    return _Machine("cpu", dtype, _DTYPE_BYTES[dtype], memory.available_bytes() or 0)
-
-
-def _open(model: str | None) -> tuple[str, ModelConfig, int | None]:
-    """Name, geometry and stored bytes; None: it is made in memory."""
+def _open(model: str | None) -> tuple[str, Checkpoint, int | None]:
+    """Name, headers and stored bytes; None: it is made in memory."""
     if model == "tiny":
         from giveway.runtime.tiny import tiny_checkpoint
 
-        return "tiny", tiny_checkpoint().config, None
+        return "tiny", tiny_checkpoint(), None
     source = open_model(model)
-    return source.name, source.checkpoint.config, _stored_bytes(source.path)
+    return source.name, source.checkpoint, _stored_bytes(source.path)
 
 
 def _stored_bytes(path: Path) -> int:
@@ -172,8 +217,18 @@ def _model_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("vocabulary", f"{facts['vocab_size']} tokens"),
         ("context", f"{facts['max_positions']} tokens"),
         ("weights, stored", "made in memory" if stored is None else format_bytes(stored)),
-        ("weights, loaded", f"about {format_bytes(facts['weights_bytes'])} as {facts['dtype']} on {facts['device']}"),
+        ("weights, loaded", f"about {format_bytes(facts['weights_bytes'])} on {facts['device']}"),
+        ("backend", _backend_for_people(facts)),
     ]
+
+
+def _backend_for_people(facts: Mapping[str, Any]) -> str:
+    reason, dtype = facts["backend_reason"], facts["dtype"]
+    if facts["backend"] == BackendName.NATIVE.value:
+        return f"native kernels with {facts['instruction_set']}, {dtype}: {reason}"
+    if facts["backend"] == BackendName.TORCH.value:
+        return f"PyTorch, {dtype}: {reason}"
+    return f"none: {reason}"
 
 
 def _pool_for_people(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from giveway.cli.flags import WholeNumber, flag, takes_engine_options
 from giveway.cli.output_file import open_target
 from giveway.options import EngineOptions
 
-_CHOICES = ("model", "device", "dtype", "exact", "num_threads", "block_size", "swap_dir", "check_invariants")
+_CHOICES = ("model", "device", "backend", "dtype", "exact", "num_threads", "block_size", "swap_dir", "check_invariants")
 
 
 @click.command("verify")

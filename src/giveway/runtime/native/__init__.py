@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from giveway.core.errors import ConfigError, MissingDependencyError
 from giveway.runtime.threads import default_num_threads, limit_spinning
@@ -20,31 +20,64 @@ _COMPUTE = {"float32": "f32", "bfloat16": "bf16"}
 _DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
+class Settings(Protocol):
+    """What matters to the kernels of an engine's options."""
+
+    @property
+    def dtype(self) -> str:
+        """One of "auto", "float32", "bfloat16" and "float16"."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one KV block."""
+
+
 def is_installed() -> bool:
-    """Whether the kernels can be imported."""
+    """Whether the package of the kernels is here."""
     return importlib.util.find_spec("giveway_kernels") is not None
 
 
-def unsupported_reason(config: ModelConfig, *, dtype: str, block_size: int) -> str | None:
-    """Say why the kernels cannot run this model with these settings; None: they can.
+def missing_reason() -> str | None:
+    """Say why the kernels cannot be loaded, and what helps; None: they can. Loads them where they are installed.
 
-    dtype: "auto", "float32", "bfloat16" or "float16". block_size: tokens.
+    Limits OpenMP's spinning on the way.
     """
+    if not is_installed():
+        return f"the native kernels are not installed. {INSTALL_KERNELS}"
+    limit_spinning()
+    try:
+        import giveway_kernels
+
+        giveway_kernels.chosen_instruction_set()
+    except ImportError as error:
+        return f"the native kernels are installed but cannot be loaded ({error}). {INSTALL_KERNELS} once more"
+    except RuntimeError as error:
+        return f"GIVEWAY_KERNELS_ISA names what cannot run here: {error}"
+    return None
+
+
+def unsupported_reason(config: ModelConfig, settings: Settings) -> str | None:
+    """Say why the kernels cannot run this model with these settings, and what helps; None: they can."""
     if config.head_size % 16 or config.head_size > _LARGEST_HEAD:
         return f"the head size is {config.head_size}; the native kernels need a multiple of 16, at most {_LARGEST_HEAD}"
     if config.intermediate_size % 16:
         return f"the intermediate size is {config.intermediate_size}; the native kernels need a multiple of 16"
-    if block_size % 16:
-        return f"the block size is {block_size}; the native kernels need a multiple of 16 tokens"
-    if dtype not in ("auto", *_COMPUTE):
-        return f"the dtype is {dtype}; the native kernels compute in float32 or bfloat16"
+    if config.hidden_size % 2:
+        return f"the hidden size is {config.hidden_size}; the native kernels need an even one"
+    if settings.block_size % 16:
+        return (
+            f"the block size is {settings.block_size}; the native kernels need a multiple of 16 tokens, such as "
+            "--block-size 16"
+        )
+    if settings.dtype not in ("auto", *_COMPUTE):
+        return f"the dtype is {settings.dtype}; the native kernels compute in float32 or bfloat16: --dtype bfloat16"
     return None
 
 
 def choose_dtype(dtype: str) -> str:
     """Return "float32" or "bfloat16"; "auto": bfloat16 where this processor multiplies it faster.
 
-    Raises ConfigError for anything else, RuntimeError when GIVEWAY_KERNELS_ISA names what cannot run here.
+    Raises ConfigError for anything else.
     """
     if dtype == "auto":
         import giveway_kernels
@@ -55,21 +88,21 @@ def choose_dtype(dtype: str) -> str:
     return dtype
 
 
-def load_backend(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> NativeBackend:
-    """Pack the weights of `checkpoint` into a new NativeBackend. num_threads: None for one a physical core.
+def load_backend(
+    checkpoint: Checkpoint, *, dtype: str = "auto", exact: bool | None = None, num_threads: int | None = None
+) -> NativeBackend:
+    """Pack the weights of `checkpoint` into a new NativeBackend.
 
-    Limits OpenMP's spinning on the way. Raises MissingDependencyError when the kernels are not installed, ConfigError
-    when a setting is wrong or the processor lacks what GIVEWAY_KERNELS_ISA asks for.
+    exact: answers are exact, whatever it says. num_threads: None for one a physical core. Limits OpenMP's spinning on
+    the way. Raises MissingDependencyError when the kernels cannot be loaded, ConfigError when a setting is wrong.
     """
-    if not is_installed():
-        raise MissingDependencyError(f"the native backend needs the package 'giveway-kernels'. {INSTALL_KERNELS}")
+    del exact
+    if reason := missing_reason():
+        raise MissingDependencyError(f"the native backend cannot be used: {reason}")
     if num_threads is not None and num_threads < 1:
         raise ConfigError(f"num_threads is {num_threads}; at least 1 is needed")
-    limit_spinning()
     from giveway.runtime.native.backend import NativeBackend
 
-    try:
-        compute = _COMPUTE[choose_dtype(dtype)]
-    except RuntimeError as error:
-        raise ConfigError(f"GIVEWAY_KERNELS_ISA: {error}") from error
-    return NativeBackend(checkpoint, compute=compute, num_threads=num_threads or default_num_threads())
+    return NativeBackend(
+        checkpoint, compute=_COMPUTE[choose_dtype(dtype)], num_threads=num_threads or default_num_threads()
+    )

@@ -14,6 +14,8 @@ from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId
 from giveway.runtime.backend import BatchSequence, MemoryPool, SampleInput, SequenceResult, TokenLogprobs
 from giveway.runtime.batch_checks import check_batch
+from giveway.runtime.block_shape import BlockShape
+from giveway.runtime.pool_memory import check_sizes
 from giveway.runtime.sampler import (
     all_forbidden_fault,
     choose_token,
@@ -24,7 +26,7 @@ from giveway.runtime.sampler import (
 from giveway.runtime.torch.attention import Attention, BucketAttention, Chunk, attend_in_pieces, make_attention_shape
 from giveway.runtime.torch.attention_fast import choose_fast_attention
 from giveway.runtime.torch.exact_ops import silu_times
-from giveway.runtime.torch.kv_storage import BlockShape, KVStorage, available_bytes
+from giveway.runtime.torch.kv_storage import KVStorage, available_bytes
 from giveway.runtime.torch.model import Model, build_row_batch, forward_hidden, logits_of, plain_silu_times
 from giveway.runtime.torch.rope import make_rope_table
 from giveway.runtime.torch.settings import choose_device, choose_dtype
@@ -121,11 +123,7 @@ class TorchBackend:
         """
         if self._weights is None:
             raise InvariantError("allocate() was called after close()")
-        if min(num_device_blocks, block_size) < 1 or num_host_blocks < 0:
-            raise ConfigError(
-                f"KV pools of {num_device_blocks} device and {num_host_blocks} host blocks of {block_size} tokens: at "
-                "least 1 device block, 0 host blocks and 1 token are needed"
-            )
+        check_sizes(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._drop_pools()  # before memory is counted: the new ones may need theirs
         config = self._config
         shape = BlockShape(config.num_layers, block_size, config.num_kv_heads, config.head_size)

@@ -10,6 +10,11 @@ from giveway.runtime.model_config import ModelConfig
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def has_cuda() -> bool:
+    """Whether there is a CUDA device."""
+    return torch.cuda.is_available()
+
+
 def choose_device(name: str) -> torch.device:
     """Return the device of that name; "auto": CUDA if there is one. Raises ConfigError when it is unknown or absent."""
     if name == "auto":

@@ -14,7 +14,8 @@ from torch import Tensor
 from giveway.core.errors import ConfigError
 from giveway.core.ids import DeviceBlockId, HostBlockId
 from giveway.core.plan import CopyDirection
-from giveway.runtime.torch.kv_storage import BlockShape, KVStorage
+from giveway.runtime.block_shape import BlockShape
+from giveway.runtime.torch.kv_storage import KVStorage
 
 _PlainCopy = Callable[[Tensor, Tensor], None]  # source, target: contiguous, of one size
 

@@ -1,4 +1,4 @@
-"""Drives a TorchBackend the way an engine would: block tables at random places, chunks, batches."""
+"""Drives a backend the way an engine would: block tables at random places, chunks, batches."""
 
 from __future__ import annotations
 
@@ -11,21 +11,8 @@ import torch
 
 from giveway.core.ids import BlockTable, DeviceBlockId, RequestId
 from giveway.core.sampling import SamplingParams
-from giveway.runtime.backend import BatchSequence, SampleInput, SequenceResult
-from giveway.runtime.torch.backend import TorchBackend
-
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0)
-
-
-def sample_input(params: SamplingParams = GREEDY, **changes: Any) -> SampleInput:
-    fields: dict[str, Any] = {
-        "seed": 0,
-        "output_index": 0,
-        "prompt_token_ids": (),
-        "output_token_ids": (),
-        **changes,
-    }
-    return SampleInput(params=params, **fields)
+from giveway.runtime.backend import BatchSequence, SequenceResult
+from tests.sample_inputs import GREEDY, sample_input
 
 
 def random_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
@@ -37,7 +24,7 @@ def random_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
 class Driver:
     """One allocated backend and its free blocks, handed out in random order."""
 
-    backend: TorchBackend
+    backend: Any  # a Backend that has `logits` too, for comparisons
     block_size: int = 16
     num_blocks: int = 512
     num_host_blocks: int = 64
@@ -77,7 +64,7 @@ class Driver:
             place = len(mates) // 2  # in the middle of its mates
             batch = [*mates[:place], self.chunk(piece, start, table), *mates[place:]]
             before = sum(len(mate.token_ids) for mate in mates[:place])
-            rows.append(self.backend.logits(batch)[before : before + len(piece)].clone())
+            rows.append(torch.as_tensor(self.backend.logits(batch))[before : before + len(piece)].clone())
         self.give_back(table)
         return torch.cat(rows)
 
@@ -101,4 +88,5 @@ class Driver:
         return output
 
     def run(self, batch: Sequence[BatchSequence]) -> list[SequenceResult]:
-        return self.backend.forward(batch)
+        results: list[SequenceResult] = self.backend.forward(batch)
+        return results

@@ -1,0 +1,45 @@
+// Rows of numbers that single kernels take and give.
+#pragma once
+
+#include <cstring>
+#include <string>
+
+#include "bind.h"
+#include "isa.h"
+
+namespace giveway {
+
+using OwnedFloats = nanobind::ndarray<nanobind::numpy, float, nanobind::ndim<2>>;
+
+inline OwnedFloats floats(int64_t num_rows, int64_t num_columns) {
+  auto* values = new float[static_cast<size_t>(num_rows * num_columns)]();
+  nanobind::capsule owner(values, [](void* at) noexcept { delete[] static_cast<float*>(at); });
+  return OwnedFloats(values, {static_cast<size_t>(num_rows), static_cast<size_t>(num_columns)}, owner);
+}
+
+// Activations of a set, in a buffer of their own.
+class Activations {
+ public:
+  Activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns)
+      : stride(activation_stride(num_columns)), element_bytes_(compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4),
+        buffer_((num_rows + kernels.row_multiple) / kernels.row_multiple * kernels.row_multiple * stride * element_bytes_) {}
+
+  std::byte* row(int64_t index) const { return buffer_.data() + index * stride * element_bytes_; }
+  float value(int64_t index, int64_t column) const {
+    if (element_bytes_ == 4) return reinterpret_cast<const float*>(row(index))[column];
+    const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row(index))[column]) << 16;
+    float widened;
+    std::memcpy(&widened, &bits, sizeof widened);
+    return widened;
+  }
+
+  const int64_t stride;
+
+ private:
+  int64_t element_bytes_;
+  AlignedBuffer buffer_;
+};
+
+inline const Kernels& kernels_or_chosen(const std::string& isa) { return isa.empty() ? chosen_kernels() : kernels_named(isa); }
+
+}  // namespace giveway

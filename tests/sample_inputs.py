@@ -1,0 +1,21 @@
+"""What a test asks the sampler for: plain greedy but for the changes that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from giveway.core.sampling import SamplingParams
+from giveway.runtime.backend import SampleInput
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0)
+
+
+def sample_input(params: SamplingParams = GREEDY, **changes: Any) -> SampleInput:
+    fields: dict[str, Any] = {
+        "seed": 0,
+        "output_index": 0,
+        "prompt_token_ids": (),
+        "output_token_ids": (),
+        **changes,
+    }
+    return SampleInput(params=params, **fields)
