@@ -24,9 +24,9 @@ inline constexpr int kDirectRows = 2;
 #else
 inline constexpr int kDirectRows = 2;
 #endif
-inline constexpr int64_t kStripBlocks = 24;             // blocks of a panel that are decoded at a time: 48 KiB
-inline constexpr int64_t kChunkRows = 120;              // rows that share what was decoded, at most
-inline constexpr int64_t kChunkBytes = int64_t{1} << 18;  // of these rows' activations
+inline constexpr int64_t kStripBlocks = 24;               // blocks of a panel that are decoded at a time: 48 KiB
+inline constexpr int64_t kChunkRows = 192;                // rows that share what was decoded, at most
+inline constexpr int64_t kChunkBytes = int64_t{384} << 10;  // of these rows' activations
 
 struct MatmulScratch {
   alignas(64) float weights[2 * kStripBlocks * kBlockWeights];
@@ -43,12 +43,14 @@ static int64_t matmul_scratch_bytes([[maybe_unused]] int64_t num_inputs) {
 #endif
 }
 
+constexpr bool is_read_plainly(Encoding encoding) { return encoding == Encoding::f32 || encoding == Encoding::bf16; }
+
 // Asks for the memory of a block some blocks ahead (panels follow each other). Decoding takes so long per byte that the
 // processor does not look far enough ahead by itself; where weights are not decoded it does, and is only disturbed.
 template <Encoding encoding>
 GW_INLINE void prefetch_ahead(const std::byte* block) {
   constexpr int64_t kBytesAhead = 4096, kLineBytes = 64;
-  if constexpr (encoding == Encoding::f32 || encoding == Encoding::bf16) return;
+  if constexpr (is_read_plainly(encoding)) return;
   for (int64_t at = 0; at < panel_block_bytes(encoding); at += kLineBytes) __builtin_prefetch(block + kBytesAhead + at);
 }
 
@@ -118,12 +120,15 @@ static void multiply_group(const Group& group, MatmulScratch& scratch) {
     return;
   }
   std::memset(scratch.totals, 0, static_cast<size_t>(group.num_rows * kTotalsStride) * sizeof(float));
-  Strip strip{group.x, group.x_stride, nullptr, 0, 0, scratch.totals, scratch.parked};
+  Strip strip{group.x, group.x_stride, nullptr, 0, 0, scratch.totals, scratch.parked, nullptr, 0};
+  const std::byte* next = group.panels + group.num_panels * group.panel_bytes;  // panels of the next group
   if constexpr (encoding == Encoding::f32 && compute == Compute::f32) {
     strip.weights = reinterpret_cast<const float*>(group.panels);
     strip.panel_stride = group.num_blocks * kBlockWeights;
     strip.num_blocks = group.num_blocks;
-    multiply_rows(strip, group.num_rows, group.num_panels);
+    strip.ahead = next;
+    // A single tile has no work to spare that would hide the fetching: the processor's own is better.
+    multiply_rows(strip, group.num_rows, group.num_panels, group.num_rows <= kTileRows ? 0 : group.num_panels * group.panel_bytes);
     return;
   }
   strip.weights = scratch.weights, strip.panel_stride = kStripBlocks * kBlockWeights;
@@ -133,7 +138,10 @@ static void multiply_group(const Group& group, MatmulScratch& scratch) {
     for (int64_t panel = 0; panel < group.num_panels; ++panel)
       decode<encoding, compute>(group.panels + panel * group.panel_bytes + first * panel_block_bytes(encoding), strip.num_blocks,
                                 scratch.weights + panel * strip.panel_stride);
-    multiply_rows(strip, group.num_rows, group.num_panels);
+    // Of the next group's bytes, for a block of this one; decoding asks for the smaller encodings itself.
+    const int64_t share = is_read_plainly(encoding) ? group.num_panels * panel_block_bytes(encoding) : 0;
+    strip.ahead = next + first * share;
+    multiply_rows(strip, group.num_rows, group.num_panels, strip.num_blocks * share);
   }
 }
 
@@ -151,12 +159,12 @@ static GroupFunction group_function(Encoding encoding) {
   return nullptr;
 }
 
-// Rows of a chunk: as many as the second cache holds, chunks of equal size, whole tiles.
+// Rows of a chunk: as many as the second cache holds, chunks of equal size, whole tiles where that changes little.
 GW_INLINE int64_t choose_chunk_rows(int64_t num_rows, int64_t x_stride) {
-  const int64_t fitting = kChunkBytes / (x_stride * static_cast<int64_t>(sizeof(float))) / kTileRows * kTileRows;
+  const int64_t fitting = kChunkBytes / (x_stride * static_cast<int64_t>(sizeof(float)));
   const int64_t most = std::clamp<int64_t>(fitting, 2 * kTileRows, kChunkRows);
-  const int64_t num_chunks = (num_rows + most - 1) / most;
-  const int64_t equal = (num_rows + num_chunks - 1) / std::max<int64_t>(num_chunks, 1);
+  const int64_t num_chunks = std::max<int64_t>((num_rows + most - 1) / most, 1);
+  const int64_t equal = (num_rows + num_chunks - 1) / num_chunks;
   return std::min(most, (equal + kTileRows - 1) / kTileRows * kTileRows);
 }
 

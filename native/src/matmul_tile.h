@@ -4,6 +4,8 @@
 // ones are independent, so a tile may run them side by side or one after the other, as its registers allow.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <utility>
 
 #include "vec16.h"
@@ -35,6 +37,8 @@ struct Strip {
   int64_t num_blocks;
   float* totals;  // [rows][2 panels][16 columns]
   float* parked;  // kParkedSums, for sums of a block that wait for their turn
+  const std::byte* ahead;  // memory that will be wanted soon, asked for while there is work to do: ahead_bytes each block
+  int64_t ahead_bytes;
 };
 inline constexpr int64_t kParkedSums = 2 * kTileRows * kTilePanels * kPanelColumns;
 inline constexpr int64_t kTotalsStride = 2 * kPanelColumns;
@@ -52,6 +56,12 @@ GW_INLINE void add_products(const float* x, int64_t x_stride, const float* weigh
 #pragma GCC unroll 2
     for (int panel = 0; panel < panels; ++panel) sums[row][panel] = fma(value, column[panel], sums[row][panel]);
   }
+}
+
+GW_INLINE void fetch_ahead(const Strip& strip, int64_t block) {
+  constexpr int64_t kLineBytes = 64;
+  const std::byte* from = strip.ahead + block * strip.ahead_bytes;
+  for (const std::byte* line = from; line < from + strip.ahead_bytes; line += kLineBytes) __builtin_prefetch(line, 0, 2);
 }
 
 template <int rows, int panels>
@@ -78,6 +88,7 @@ GW_INLINE void multiply_side_by_side(const Strip& strip) {
   const float* weights = strip.weights;
   for (int64_t block = 0; block < strip.num_blocks; ++block, x += kBlockK, weights += kBlockWeights) {
     v16 even[rows][panels], odd[rows][panels];
+    fetch_ahead(strip, block);
     clear(even), clear(odd);
 #pragma GCC unroll 4
     for (int64_t k = 0; k < kBlockK; k += 2) {
@@ -109,6 +120,7 @@ GW_INLINE void multiply_in_turn(const Strip& strip) {
   const float* weights = strip.weights;
   for (int64_t block = 0; block < strip.num_blocks; ++block, x += kBlockK, weights += kBlockWeights) {
     v16 sums[rows][panels];
+    fetch_ahead(strip, block);
     clear(sums);
     for (int64_t k = 0; k < kBlockK; k += 2)
       add_products(x + k, strip.x_stride, weights + k * kPanelColumns, strip.panel_stride, sums);
@@ -148,21 +160,24 @@ constexpr StripFunction strip_function(int64_t rows, std::integer_sequence<int, 
   return functions[rows - 1];
 }
 
-// All rows of a strip with `num_panels` panels (one or two).
-static void multiply_rows(Strip strip, int64_t num_rows, int64_t num_panels) {
+// All rows of a strip with `num_panels` panels (one or two), while `ahead_bytes` from strip.ahead on are fetched.
+static void multiply_rows(Strip strip, int64_t num_rows, int64_t num_panels, int64_t ahead_bytes) {
   constexpr auto sizes = std::make_integer_sequence<int, kTileRows>();
+  const int64_t panels_at_once = std::min<int64_t>(kTilePanels, num_panels);
+  int64_t num_tiles = 0;
+  for (int64_t left = num_rows; left > 0; left -= choose_tile_rows(left)) num_tiles += num_panels / panels_at_once;
+  constexpr int64_t kLineBytes = 64;
+  const int64_t num_steps = num_tiles * strip.num_blocks;
+  strip.ahead_bytes = (ahead_bytes / kLineBytes + num_steps - 1) / num_steps * kLineBytes;
   while (num_rows > 0) {
     const int64_t rows = choose_tile_rows(num_rows);
-    if (kTilePanels == 2 && num_panels == 2) {
-      strip_function<kTilePanels>(rows, sizes)(strip);
-    } else {
-      Strip one = strip;
-      for (int64_t panel = 0; panel < num_panels; ++panel) {
-        strip_function<1>(rows, sizes)(one);
-        one.weights += strip.panel_stride, one.totals += kPanelColumns;
-      }
+    Strip tile = strip;
+    for (int64_t panel = 0; panel < num_panels; panel += panels_at_once) {
+      (panels_at_once == 2 ? strip_function<kTilePanels>(rows, sizes) : strip_function<1>(rows, sizes))(tile);
+      tile.weights += strip.panel_stride, tile.totals += kPanelColumns;
+      tile.ahead += strip.num_blocks * strip.ahead_bytes;
     }
-    num_rows -= rows, strip.x += rows * strip.x_stride, strip.totals += rows * kTotalsStride;
+    num_rows -= rows, strip.x += rows * strip.x_stride, strip.totals += rows * kTotalsStride, strip.ahead = tile.ahead;
   }
 }
 
