@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
+SANITIZED := build/sanitized
 
-.PHONY: demo test test-long check format kernels clean
+.PHONY: demo test test-long check check-native format kernels clean
 
 demo: $(KERNELS)
 	$(BIN)/giveway demo
@@ -20,6 +21,15 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Tests of the kernels under the address and undefined-behaviour sanitizers, on every instruction set that runs here. A build
+# of its own, and an environment in which the sanitizers' library is loaded before everything else.
+check-native: $(STAMP)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet --no-deps --upgrade --target $(SANITIZED)/lib \
+	  --config-settings cmake.define.GIVEWAY_SANITIZE=ON --config-settings build-dir=$(CURDIR)/$(SANITIZED)/objects ./native
+	export LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZED)/lib && \
+	$(BIN)/python -c 'import giveway_kernels' && $(BIN)/pytest -m '' tests/native
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -6,8 +6,7 @@
 #include <chrono>
 #include <memory>
 
-#include "bind.h"
-#include "isa.h"
+#include "bind_rows.h"
 #include "work_counter.h"
 #include "workload.h"
 
@@ -15,8 +14,6 @@ namespace nb = nanobind;
 
 namespace giveway {
 namespace {
-
-const Kernels& kernels_or_chosen(const std::string& isa) { return isa.empty() ? chosen_kernels() : kernels_named(isa); }
 
 double seconds_since(std::chrono::steady_clock::time_point started) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
