@@ -20,6 +20,7 @@ test-long: $(KERNELS)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror native/src/*.h native/src/*.cpp
 	$(BIN)/mypy
 
 # Tests of the kernels under the address and undefined-behaviour sanitizers, on every instruction set that runs here. A build
@@ -34,6 +35,7 @@ check-native: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i native/src/*.h native/src/*.cpp
 
 kernels: $(KERNELS)
 

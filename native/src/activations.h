@@ -26,7 +26,8 @@ GW_INLINE v16 load_activations(const void* row, int64_t index, Compute compute) 
 
 // Zeros from the end of a row, `size` (a multiple of 16), to where the next one may begin.
 GW_INLINE void pad_activations(void* row, int64_t size, Compute compute) {
-  for (int64_t index = size; index < activation_stride(size); index += kLanes) store_activations(row, index, compute, zero());
+  for (int64_t index = size; index < activation_stride(size); index += kLanes)
+    store_activations(row, index, compute, zero());
 }
 
 // The first `count` (at most 16) floats at an address, then zeros; reads no further.

@@ -1,12 +1,12 @@
 // Attention over the paged KV cache. Included by kernels_*.cpp only.
 //
-// What defines a row (one query head of one token): positions are taken in pieces of kPieceTokens from position 0 on. In a
-// piece the scores are a product over the head in block order (kernels.h), times the scale, capped if asked; what the query
-// does not see is masked by selection, never by arithmetic, since stale memory may hold NaN. Softmax is the online form in
-// float32: per piece one correction of what is there, then the values of the piece's panels of 16 positions are added, each
-// panel as one sum of even and one of odd positions. A piece or a panel that a row does not see changes nothing of it, so it
-// is of no matter which rows share a tile.
-// Source: online softmax (Milakov and Gimelshein, 2018); tiles as in FlashAttention (Dao et al., 2022).
+// What defines a row (one query head of one token): positions are taken in pieces of kPieceTokens from position 0 on.
+// In a piece the scores are a product over the head in block order (kernels.h), times the scale, capped if asked; what
+// the query does not see is masked by selection, never by arithmetic, since stale memory may hold NaN. Softmax is the
+// online form in float32: per piece one correction of what is there, then the values of the piece's panels of 16
+// positions are added, each panel as one sum of even and one of odd positions. A piece or a panel that a row does not
+// see changes nothing of it, so it is of no matter which rows share a tile. Source: online softmax (Milakov and
+// Gimelshein, 2018); tiles as in FlashAttention (Dao et al., 2022).
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,9 @@ namespace giveway::GW_SET {
 inline constexpr int64_t kQueryTileRows = 48;  // query rows that share what is loaded of keys and values
 inline constexpr float kUnseen = -3.0e38f;     // a score that no position has
 
-constexpr int64_t tile_tokens(int64_t group_size) { return group_size >= kQueryTileRows ? 1 : kQueryTileRows / group_size; }
+constexpr int64_t tile_tokens(int64_t group_size) {
+  return group_size >= kQueryTileRows ? 1 : kQueryTileRows / group_size;
+}
 
 // Hands out scratch memory in whole cache lines; without memory it only counts.
 struct Scratch {
@@ -79,10 +81,11 @@ GW_INLINE v16 seen_lanes(int64_t first, int64_t last, int panel, v16 values, v16
 GW_INLINE void store_operands(float* at, v16 values) { store(at, values); }
 GW_INLINE void store_operands(uint16_t* at, v16 rounded) { store_bf16(at, rounded); }
 
-// Turns a row's scores of a piece into the weights of its values and corrects what the row has gathered. Positions of the
-// piece that the row sees: [first, last).
+// Turns a row's scores of a piece into the weights of its values and corrects what the row has gathered. Positions of
+// the piece that the row sees: [first, last).
 template <Compute compute>
-static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t row, int64_t first, int64_t last) {
+static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t row, int64_t first,
+                      int64_t last) {
   const float* scores = tile.scores + row * kPieceTokens;
   const bool sees_all = first <= 0 && last >= kPieceTokens;
   v16 piece[kPiecePanels];
@@ -101,7 +104,8 @@ static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args,
     v16 weight = exp(sub(piece[panel], broadcast(now)));
     if (!sees_all) weight = seen_lanes(first, last, panel, weight, zero());
     sum = add(sum, weight);
-    store_operands(tile.weights + row * kPieceTokens + panel * kLanes, compute == Compute::bf16 ? round_bf16(weight) : weight);
+    store_operands(tile.weights + row * kPieceTokens + panel * kLanes,
+                   compute == Compute::bf16 ? round_bf16(weight) : weight);
   }
   const v16 correction = exp(broadcast(before - now));
   tile.largest[row] = now;
@@ -118,7 +122,8 @@ static const std::byte* panel_at(const AttentionArgs& args, int64_t position) {
 #if defined(GIVEWAY_CHECK_BLOCKS)
   if (block < 0 || block >= args.num_pool_blocks) {
     std::fprintf(stderr, "attention: block id %lld of position %lld is not within a pool of %lld blocks\n",
-                 static_cast<long long>(block), static_cast<long long>(position), static_cast<long long>(args.num_pool_blocks));
+                 static_cast<long long>(block), static_cast<long long>(position),
+                 static_cast<long long>(args.num_pool_blocks));
     std::abort();
   }
 #endif
@@ -172,7 +177,8 @@ static QueryTile<compute> open_tile(const AttentionArgs& args, int64_t first_row
   QueryTile<compute> tile = lay_out<compute>(scratch, num_tokens, args.group_size, args.layout.head_size);
   tile.first_token = args.start + first_row;
   const int64_t width = args.group_size * args.layout.head_size;  // of the group's heads in one row
-  const auto* queries = static_cast<const Operand<compute>*>(args.queries) + (args.first_row + first_row) * args.query_stride;
+  const auto* queries =
+      static_cast<const Operand<compute>*>(args.queries) + (args.first_row + first_row) * args.query_stride;
   for (int64_t token = 0; token < num_tokens; ++token)
     std::memcpy(tile.queries + token * width, queries + token * args.query_stride + args.kv_head * width,
                 static_cast<size_t>(width) * sizeof(Operand<compute>));
@@ -181,7 +187,8 @@ static QueryTile<compute> open_tile(const AttentionArgs& args, int64_t first_row
   return tile;
 }
 
-// Divides by the sums and writes the result. Adding zero makes -0, which a panel that is not seen can turn into +0, always +0.
+// Divides by the sums and writes the result. Adding zero makes -0, which a panel that is not seen can turn into +0,
+// always +0.
 template <Compute compute>
 static void close_tile(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t first_row) {
   const int64_t size = tile.head_size, group = tile.group_size;

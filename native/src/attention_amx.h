@@ -1,5 +1,5 @@
-// The products of attention in AMX tiles: one instruction makes a block of products in the very order that attention's other
-// products keep. Included by kernels_amx.cpp only.
+// The products of attention in AMX tiles: one instruction makes a block of products in the very order that attention's
+// other products keep. Included by kernels_amx.cpp only.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace giveway::GW_SET {
 
-// Shapes of the tile registers for up to 16 query rows: 0 to 3 are sums of 16 lanes; 4 and 5 are rows and panel of a block of
-// 32 inputs, 6 and 7 of one of 16.
+// Shapes of the tile registers for up to 16 query rows: 0 to 3 are sums of 16 lanes; 4 and 5 are rows and panel of a
+// block of 32 inputs, 6 and 7 of one of 16.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
@@ -19,10 +19,12 @@ struct alignas(64) TileShapes {
 };
 
 static void shape_tiles(int64_t num_rows) {
-  // In read-only memory: the compiler takes it that the instruction reads 8 bytes of the 64, and might not store the others.
-  static constexpr TileShapes shapes[kRowsTogether] = {
-      TileShapes(1), TileShapes(2),  TileShapes(3),  TileShapes(4),  TileShapes(5),  TileShapes(6),  TileShapes(7),  TileShapes(8),
-      TileShapes(9), TileShapes(10), TileShapes(11), TileShapes(12), TileShapes(13), TileShapes(14), TileShapes(15), TileShapes(16)};
+  // In read-only memory: the compiler takes it that the instruction reads 8 bytes of the 64, and might not store the
+  // others.
+  static constexpr TileShapes shapes[kRowsTogether] = {TileShapes(1),  TileShapes(2),  TileShapes(3),  TileShapes(4),
+                                                       TileShapes(5),  TileShapes(6),  TileShapes(7),  TileShapes(8),
+                                                       TileShapes(9),  TileShapes(10), TileShapes(11), TileShapes(12),
+                                                       TileShapes(13), TileShapes(14), TileShapes(15), TileShapes(16)};
   _tile_loadconfig(&shapes[std::min(num_rows, kRowsTogether) - 1]);
 }
 

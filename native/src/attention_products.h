@@ -1,4 +1,5 @@
-// What attention multiplies: queries with panels of keys, weights with panels of values. Included by kernels_*.cpp only.
+// What attention multiplies: queries with panels of keys, weights with panels of values. Included by kernels_*.cpp
+// only.
 #pragma once
 
 #include <type_traits>
@@ -36,12 +37,12 @@ struct RowRange {
 
 // One piece of positions as a tile sees it.
 struct Piece {
-  int64_t start;                          // its first position
-  const std::byte* keys[kPiecePanels];    // null: no row of the tile sees the panel
+  int64_t start;                        // its first position
+  const std::byte* keys[kPiecePanels];  // null: no row of the tile sees the panel
   const std::byte* values[kPiecePanels];
-  int64_t ahead[kPiecePanels];            // bytes to the same panel of the next piece; 0: there is none yet
-  RowRange rows[kPiecePanels];            // that see any position of the panel
-  RowRange any;                           // that see any position of the piece
+  int64_t ahead[kPiecePanels];  // bytes to the same panel of the next piece; 0: there is none yet
+  RowRange rows[kPiecePanels];  // that see any position of the panel
+  RowRange any;                 // that see any position of the piece
 };
 
 // Rows whose products are made together, those that do not see the piece too: then their weights must be zero.
@@ -80,8 +81,8 @@ struct PairsOfPanel {
     if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at)).odd;
     return load(reinterpret_cast<const float*>(at + odd_bytes));
   }
-  // Asks for the pair that lies there in the next piece, into the second cache: a piece fills the first. Left to itself the
-  // processor sees too late where the next block is.
+  // Asks for the pair that lies there in the next piece, into the second cache: a piece fills the first. Left to itself
+  // the processor sees too late where the next block is.
   [[gnu::always_inline]] inline void fetch_ahead() const {
     __builtin_prefetch(at + ahead, 0, 2);
     if constexpr (compute == Compute::f32) __builtin_prefetch(at + odd_bytes + ahead, 0, 2);
@@ -134,7 +135,8 @@ GW_INLINE void add_block(const uint16_t* x, int64_t x_stride, PairsOfPanel<compu
     for (int row = 0; row < rows; ++row) {
       int32_t both;
       std::memcpy(&both, x + row * x_stride + 2 * pair, sizeof both);
-      totals[row].lanes = _mm512_dpbf16_ps(totals[row].lanes, reinterpret_cast<__m512bh>(lanes), reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)));
+      totals[row].lanes = _mm512_dpbf16_ps(totals[row].lanes, reinterpret_cast<__m512bh>(lanes),
+                                           reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)));
     }
     if constexpr (fetches) panel.fetch_ahead();
     panel.at += panel.pair_bytes;
@@ -159,7 +161,8 @@ static void score_panel(const QueryTile<compute>& tile, int64_t row, PairsOfPane
 
 // Adds the values of the 16 positions of a panel, weighted, to `rows` rows.
 template <int rows, bool fetches, Compute compute>
-static void add_panel(const QueryTile<compute>& tile, int64_t row, const Operand<compute>* weights, const std::byte* values, int64_t ahead) {
+static void add_panel(const QueryTile<compute>& tile, int64_t row, const Operand<compute>* weights,
+                      const std::byte* values, int64_t ahead) {
   float* out = tile.out + row * tile.head_size;
   for (int64_t d = 0; d < tile.head_size; d += kLanes) {
     v16 totals[rows];
@@ -185,8 +188,8 @@ GW_INLINE void in_groups(RowRange rows, Function function) {
   }
 }
 
-// Panel by panel, not row by row: one panel and all rows of the tile fit into the first cache. The first rows of a panel fetch
-// what comes next.
+// Panel by panel, not row by row: one panel and all rows of the tile fit into the first cache. The first rows of a
+// panel fetch what comes next.
 template <Compute compute>
 static void score_piece(const QueryTile<compute>& tile, const Piece& piece) {
   for (int panel = 0; panel < kPiecePanels; ++panel) {
@@ -203,7 +206,8 @@ static void add_piece(const QueryTile<compute>& tile, const Piece& piece) {
   for (int panel = 0; panel < kPiecePanels; ++panel) {
     if (piece.keys[panel] == nullptr) continue;
     in_groups<kProductRows, true>(piece.rows[panel], [&](auto count, auto is_first, int64_t row) {
-      add_panel<count, is_first, compute>(tile, row, tile.weights + panel * kKvPanel, piece.values[panel], piece.ahead[panel]);
+      add_panel<count, is_first, compute>(tile, row, tile.weights + panel * kKvPanel, piece.values[panel],
+                                          piece.ahead[panel]);
     });
   }
 }

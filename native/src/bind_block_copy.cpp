@@ -1,7 +1,6 @@
 // Copies of KV blocks as functions of the Python module.
-#include "block_copy.h"
-
 #include "bind.h"
+#include "block_copy.h"
 
 namespace nb = nanobind;
 

@@ -34,10 +34,12 @@ const char* encoding_name(Encoding encoding) {
 // Output of row `row` of part `part`: one part below the other, or, interleaved, panel by panel in turn.
 int64_t output_of(size_t part, int64_t row, int64_t first_output, size_t num_parts, bool is_interleaved) {
   if (!is_interleaved) return first_output + row;
-  return (row / kPanelColumns * static_cast<int64_t>(num_parts) + static_cast<int64_t>(part)) * kPanelColumns + row % kPanelColumns;
+  return (row / kPanelColumns * static_cast<int64_t>(num_parts) + static_cast<int64_t>(part)) * kPanelColumns +
+         row % kPanelColumns;
 }
 
-std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs, const std::string& compute, bool is_interleaved, int num_threads) {
+std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs, const std::string& compute,
+                             bool is_interleaved, int num_threads) {
   require(!parts.empty(), "nothing to pack");
   std::vector<Source> sources;
   int64_t num_outputs = 0;
@@ -46,7 +48,8 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
     sources.push_back(source_named(name));
     const int64_t row_bytes = source_row_bytes(sources.back(), num_inputs);
     require(row_bytes == static_cast<int64_t>(rows.shape(1)),
-            "a stored row of " + std::to_string(num_inputs) + " inputs as " + name + " has " + std::to_string(row_bytes) + " bytes, not " + std::to_string(rows.shape(1)));
+            "a stored row of " + std::to_string(num_inputs) + " inputs as " + name + " has " +
+                std::to_string(row_bytes) + " bytes, not " + std::to_string(rows.shape(1)));
     require(!is_interleaved || (rows.shape(0) % kPanelColumns == 0 && rows.shape(0) == std::get<1>(parts[0]).shape(0)),
             "parts that are interleaved need equal numbers of outputs, a multiple of 16");
     num_outputs += static_cast<int64_t>(rows.shape(0));
@@ -54,7 +57,8 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
   }
   const Compute type = compute_named(compute);
   // Parts stored in different ways are widened to what is multiplied.
-  const Encoding encoding = is_mixed ? (type == Compute::bf16 ? Encoding::bf16 : Encoding::f32) : encoding_of(sources[0], type);
+  const Encoding encoding =
+      is_mixed ? (type == Compute::bf16 ? Encoding::bf16 : Encoding::f32) : encoding_of(sources[0], type);
   nb::gil_scoped_release released;
   auto matrix = std::make_shared<Matrix>(encoding, num_outputs, num_inputs);
   int64_t first_output = 0;
@@ -65,7 +69,8 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
 #pragma omp parallel for num_threads(num_threads) schedule(static)
     for (int64_t panel = 0; panel < (num_rows + kPanelColumns - 1) / kPanelColumns; ++panel)
       for (int64_t row = panel * kPanelColumns; row < std::min((panel + 1) * kPanelColumns, num_rows); ++row)
-        matrix->pack_row(output_of(part, row, first_output, parts.size(), is_interleaved), sources[part], rows.data() + row * row_bytes);
+        matrix->pack_row(output_of(part, row, first_output, parts.size(), is_interleaved), sources[part],
+                         rows.data() + row * row_bytes);
     first_output += num_rows;
   }
   return matrix;
@@ -75,13 +80,16 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
 
 void bind_matrix(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix", "A weight matrix [num_outputs, num_inputs], packed for the products of this library.")
-      .def_static("pack", &pack, nb::arg("parts"), nb::kw_only(), nb::arg("num_inputs"), nb::arg("compute"), nb::arg("is_interleaved") = false, nb::arg("num_threads") = 1,
-                  "Pack stored rows. parts: (encoding as in the file, uint8 [rows, bytes of a row]); one below the other, or panels\n"
+      .def_static("pack", &pack, nb::arg("parts"), nb::kw_only(), nb::arg("num_inputs"), nb::arg("compute"),
+                  nb::arg("is_interleaved") = false, nb::arg("num_threads") = 1,
+                  "Pack stored rows. parts: (encoding as in the file, uint8 [rows, bytes of a row]); one below the "
+                  "other, or panels\n"
                   "of 16 outputs in turn. compute: 'f32' or 'bf16'. Raises ValueError.")
       .def_prop_ro("num_outputs", [](const Matrix& matrix) { return matrix.panels().num_outputs; })
       .def_prop_ro("num_inputs", [](const Matrix& matrix) { return matrix.panels().num_inputs; })
       .def_prop_ro("num_bytes", [](const Matrix& matrix) { return matrix.panels().bytes(); })
-      .def_prop_ro("encoding", [](const Matrix& matrix) { return std::string(encoding_name(matrix.panels().encoding)); });
+      .def_prop_ro("encoding",
+                   [](const Matrix& matrix) { return std::string(encoding_name(matrix.panels().encoding)); });
 }
 
 }  // namespace giveway

@@ -27,7 +27,9 @@ T item(const nb::dict& values, const char* name) {
   return nb::cast<T>(values[name]);
 }
 
-Floats vector_item(const nb::dict& values, const char* name) { return values.contains(name) ? floats_of(values[name]) : Floats{}; }
+Floats vector_item(const nb::dict& values, const char* name) {
+  return values.contains(name) ? floats_of(values[name]) : Floats{};
+}
 
 SharedMatrix matrix_item(const nb::dict& values, const char* name) {
   return item<std::shared_ptr<Matrix>>(values, name);
@@ -69,32 +71,40 @@ ModelShape shape_of(const nb::dict& values) {
   return shape;
 }
 
-std::shared_ptr<Model> make_model(const nb::dict& shape, const nb::list& layers, std::shared_ptr<Matrix> embedding, std::shared_ptr<Matrix> head,
-                                  const InArray<float, 1>& final_norm, const InArray<float, 2>& cosine, const InArray<float, 2>& sine, const std::string& isa) {
+std::shared_ptr<Model> make_model(const nb::dict& shape, const nb::list& layers, std::shared_ptr<Matrix> embedding,
+                                  std::shared_ptr<Matrix> head, const InArray<float, 1>& final_norm,
+                                  const InArray<float, 2>& cosine, const InArray<float, 2>& sine,
+                                  const std::string& isa) {
   ModelWeights weights;
   for (nb::handle layer : layers) weights.layers.push_back(layer_of(nb::cast<nb::dict>(layer)));
   weights.embedding = std::move(embedding);
   weights.head = std::move(head);
   weights.final_norm.assign(final_norm.data(), final_norm.data() + final_norm.size());
   const Kernels& kernels = isa.empty() ? chosen_kernels() : kernels_named(isa);
-  return std::make_shared<Model>(shape_of(shape), std::move(weights), Floats(cosine.data(), cosine.data() + cosine.size()),
+  return std::make_shared<Model>(shape_of(shape), std::move(weights),
+                                 Floats(cosine.data(), cosine.data() + cosine.size()),
                                  Floats(sine.data(), sine.data() + sine.size()), kernels);
 }
 
 // tokens [rows]; num_rows, starts [sequences]; tables: all block tables one after another, table_ends [sequences].
-void run(Model& model, const InArray<int32_t, 1>& tokens, const InArray<int64_t, 1>& num_rows, const InArray<int64_t, 1>& starts, const InArray<int32_t, 1>& tables,
-         const InArray<int64_t, 1>& table_ends, const OutArray<uint8_t, 1>& pool, int64_t num_blocks, int64_t block_size, int num_threads) {
+void run(Model& model, const InArray<int32_t, 1>& tokens, const InArray<int64_t, 1>& num_rows,
+         const InArray<int64_t, 1>& starts, const InArray<int32_t, 1>& tables, const InArray<int64_t, 1>& table_ends,
+         const OutArray<uint8_t, 1>& pool, int64_t num_blocks, int64_t block_size, int num_threads) {
   const size_t num_sequences = num_rows.shape(0);
-  require(starts.shape(0) == num_sequences && table_ends.shape(0) == num_sequences, "the arrays of the sequences differ in length");
+  require(starts.shape(0) == num_sequences && table_ends.shape(0) == num_sequences,
+          "the arrays of the sequences differ in length");
   require(num_threads > 0, "at least one thread is needed");
-  require(block_size > 0 && num_blocks >= 0 && static_cast<int64_t>(pool.shape(0)) / model.kv_layout(block_size).block_bytes() >= num_blocks, "the pool is smaller than its blocks");
+  require(block_size > 0 && num_blocks >= 0 &&
+              static_cast<int64_t>(pool.shape(0)) / model.kv_layout(block_size).block_bytes() >= num_blocks,
+          "the pool is smaller than its blocks");
   Batch batch;
   batch.tokens = tokens.data();
   batch.num_rows = static_cast<int64_t>(tokens.shape(0));
   int64_t first_row = 0, table_start = 0;
   for (size_t index = 0; index < num_sequences; ++index) {
     const int64_t end = table_ends.data()[index];
-    require(table_start <= end && end <= static_cast<int64_t>(tables.shape(0)), "the ends of the block tables are out of order");
+    require(table_start <= end && end <= static_cast<int64_t>(tables.shape(0)),
+            "the ends of the block tables are out of order");
     const int64_t count = num_rows.data()[index];
     batch.sequences.push_back({first_row, count, starts.data()[index], tables.data() + table_start, end - table_start});
     first_row += std::clamp<int64_t>(count, 0, batch.num_rows);  // too many are found out by the model
@@ -106,7 +116,8 @@ void run(Model& model, const InArray<int32_t, 1>& tokens, const InArray<int64_t,
 }
 
 void logits(Model& model, const InArray<int64_t, 1>& rows, const OutArray<float, 2>& out, int num_threads) {
-  require(out.shape(0) >= rows.shape(0) && static_cast<int64_t>(out.shape(1)) == model.logits_stride(), "the array for the logits has the wrong shape");
+  require(out.shape(0) >= rows.shape(0) && static_cast<int64_t>(out.shape(1)) == model.logits_stride(),
+          "the array for the logits has the wrong shape");
   require(num_threads > 0, "at least one thread is needed");
   const std::vector<int64_t> wanted(rows.data(), rows.data() + rows.shape(0));
   nb::gil_scoped_release released;
@@ -117,16 +128,19 @@ void logits(Model& model, const InArray<int64_t, 1>& rows, const OutArray<float,
 
 void bind_model(nb::module_& m) {
   nb::class_<Model>(m, "Model", "A decoder of the Llama family. One call computes a whole step.")
-      .def_static("make", &make_model, nb::arg("shape"), nb::arg("layers"), nb::kw_only(), nb::arg("embedding"), nb::arg("head"), nb::arg("final_norm"), nb::arg("cosine"),
-                  nb::arg("sine"), nb::arg("isa") = "",
-                  "shape: sizes by name; layers: a dict of matrices and float32 vectors each; cosine, sine: [positions, head size / 2].\n"
+      .def_static("make", &make_model, nb::arg("shape"), nb::arg("layers"), nb::kw_only(), nb::arg("embedding"),
+                  nb::arg("head"), nb::arg("final_norm"), nb::arg("cosine"), nb::arg("sine"), nb::arg("isa") = "",
+                  "shape: sizes by name; layers: a dict of matrices and float32 vectors each; cosine, sine: "
+                  "[positions, head size / 2].\n"
                   "isa: empty for the chosen one. Raises ValueError when a shape does not fit.")
-      .def("run", &run, nb::kw_only(), nb::arg("tokens"), nb::arg("num_rows"), nb::arg("starts"), nb::arg("tables"), nb::arg("table_ends"), nb::arg("pool"), nb::arg("num_blocks"),
-           nb::arg("block_size"), nb::arg("num_threads"),
-           "Run all layers over a batch and write its KV. Raises IndexError, before anything is written, for an id out of range.")
+      .def("run", &run, nb::kw_only(), nb::arg("tokens"), nb::arg("num_rows"), nb::arg("starts"), nb::arg("tables"),
+           nb::arg("table_ends"), nb::arg("pool"), nb::arg("num_blocks"), nb::arg("block_size"), nb::arg("num_threads"),
+           "Run all layers over a batch and write its KV. Raises IndexError, before anything is written, for an id out "
+           "of range.")
       .def("logits", &logits, nb::arg("rows"), nb::arg("out"), nb::arg("num_threads"),
            "Write the logits after rows of the last step into out, float32 [rows, logits_stride]. Raises IndexError.")
-      .def("kv_block_bytes", [](const Model& model, int64_t block_size) { return model.kv_layout(block_size).block_bytes(); })
+      .def("kv_block_bytes",
+           [](const Model& model, int64_t block_size) { return model.kv_layout(block_size).block_bytes(); })
       .def_prop_ro("logits_stride", &Model::logits_stride)
       .def_prop_ro("weight_bytes", &Model::weight_bytes)
       .def_prop_ro("instruction_set", [](const Model& model) { return std::string(model.kernels().name); });

@@ -16,8 +16,9 @@ namespace giveway {
 namespace {
 
 // x @ matrix.T. Panels are shared out among threads; each has scratch of its own.
-OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& matrix, const std::string& compute, const std::string& isa, int num_threads,
-                     const std::string& epilogue, const std::string& gate, std::optional<InArray<float, 1>> bias, std::optional<InArray<float, 2>> onto, int repeat) {
+OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& matrix, const std::string& compute,
+                     const std::string& isa, int num_threads, const std::string& epilogue, const std::string& gate,
+                     std::optional<InArray<float, 1>> bias, std::optional<InArray<float, 2>> onto, int repeat) {
   const Kernels& kernels = kernels_or_chosen(isa);
   const Panels& panels = matrix->panels();
   require(static_cast<int64_t>(x.shape(1)) == panels.num_inputs, "x has the wrong number of columns");
@@ -32,7 +33,8 @@ OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& 
   if (bias) std::memcpy(padded_bias.data(), bias->data(), bias->size() * 4);
   if (onto)
     for (int64_t row = 0; row < num_rows; ++row)
-      std::memcpy(sums.data() + row * stride * 4, onto->data() + row * panels.num_outputs, static_cast<size_t>(panels.num_outputs) * 4);
+      std::memcpy(sums.data() + row * stride * 4, onto->data() + row * panels.num_outputs,
+                  static_cast<size_t>(panels.num_outputs) * 4);
   const int64_t scratch_bytes = (kernels.matmul_scratch_bytes(panels.num_inputs) + 63) / 64 * 64;
   AlignedBuffer scratch(scratch_bytes * num_threads);
   {
@@ -43,7 +45,8 @@ OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& 
       const uint32_t state = kernels.enter();
       const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < num_rows; ++row) kernels.to_activations(x.data() + row * panels.num_inputs, panels.num_inputs, type, input.row(row));
+      for (int64_t row = 0; row < num_rows; ++row)
+        kernels.to_activations(x.data() + row * panels.num_inputs, panels.num_inputs, type, input.row(row));
       MatmulArgs args;
       args.x = input.row(0), args.x_stride = input.stride, args.num_rows = num_rows, args.weights = &panels;
       args.first_panel = num_units * thread / count * unit, args.last_panel = num_units * (thread + 1) / count * unit;
@@ -60,22 +63,26 @@ OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& 
   OwnedFloats out = floats(num_rows, num_columns);
   for (int64_t row = 0; row < num_rows; ++row)
     for (int64_t column = 0; column < num_columns; ++column)
-      out.data()[row * num_columns + column] =
-          kind == Epilogue::gate ? gated.value(row, column) : reinterpret_cast<const float*>(sums.data())[row * stride + column];
+      out.data()[row * num_columns + column] = kind == Epilogue::gate
+                                                   ? gated.value(row, column)
+                                                   : reinterpret_cast<const float*>(sums.data())[row * stride + column];
   return out;
 }
 
-OwnedFloats rms_norm(const InArray<float, 2>& rows, const InArray<float, 1>& weight, float eps, const std::string& compute, const std::string& isa) {
+OwnedFloats rms_norm(const InArray<float, 2>& rows, const InArray<float, 1>& weight, float eps,
+                     const std::string& compute, const std::string& isa) {
   const Kernels& kernels = kernels_or_chosen(isa);
   const auto num_rows = static_cast<int64_t>(rows.shape(0)), size = static_cast<int64_t>(rows.shape(1));
   require(static_cast<int64_t>(weight.shape(0)) == size, "weight has the wrong size");
   Activations normed(kernels, compute_named(compute), num_rows, size);
   const uint32_t state = kernels.enter();
-  for (int64_t row = 0; row < num_rows; ++row) kernels.rms_norm(rows.data() + row * size, weight.data(), size, eps, compute_named(compute), normed.row(row));
+  for (int64_t row = 0; row < num_rows; ++row)
+    kernels.rms_norm(rows.data() + row * size, weight.data(), size, eps, compute_named(compute), normed.row(row));
   kernels.leave(state);
   OwnedFloats out = floats(num_rows, normed.stride);
   for (int64_t row = 0; row < num_rows; ++row)
-    for (int64_t column = 0; column < normed.stride; ++column) out.data()[row * normed.stride + column] = normed.value(row, column);
+    for (int64_t column = 0; column < normed.stride; ++column)
+      out.data()[row * normed.stride + column] = normed.value(row, column);
   return out;
 }
 
@@ -94,12 +101,16 @@ OwnedFloats embed(const std::shared_ptr<Matrix>& table, const InArray<int64_t, 1
 }  // namespace
 
 void bind_ops(nb::module_& m) {
-  m.def("multiply", &multiply, nb::arg("x"), nb::arg("matrix"), nb::kw_only(), nb::arg("compute") = "f32", nb::arg("isa") = "", nb::arg("num_threads") = 1,
-        nb::arg("epilogue") = "store", nb::arg("gate") = "silu", nb::arg("bias") = nb::none(), nb::arg("onto") = nb::none(), nb::arg("repeat") = 1,
-        "x [rows, inputs] times a packed matrix, float32 [rows, outputs]. epilogue 'add' adds to `onto`; repeat: for timing.");
-  m.def("rms_norm", &rms_norm, nb::arg("rows"), nb::arg("weight"), nb::kw_only(), nb::arg("eps"), nb::arg("compute") = "f32", nb::arg("isa") = "",
+  m.def("multiply", &multiply, nb::arg("x"), nb::arg("matrix"), nb::kw_only(), nb::arg("compute") = "f32",
+        nb::arg("isa") = "", nb::arg("num_threads") = 1, nb::arg("epilogue") = "store", nb::arg("gate") = "silu",
+        nb::arg("bias") = nb::none(), nb::arg("onto") = nb::none(), nb::arg("repeat") = 1,
+        "x [rows, inputs] times a packed matrix, float32 [rows, outputs]. epilogue 'add' adds to `onto`; repeat: for "
+        "timing.");
+  m.def("rms_norm", &rms_norm, nb::arg("rows"), nb::arg("weight"), nb::kw_only(), nb::arg("eps"),
+        nb::arg("compute") = "f32", nb::arg("isa") = "",
         "RMSNorm as activations, widened: float32 [rows, size padded to 32].");
-  m.def("embed", &embed, nb::arg("table"), nb::arg("tokens"), nb::kw_only(), nb::arg("isa") = "", "Rows of a packed matrix, float32 [tokens, inputs].");
+  m.def("embed", &embed, nb::arg("table"), nb::arg("tokens"), nb::kw_only(), nb::arg("isa") = "",
+        "Rows of a packed matrix, float32 [tokens, inputs].");
 }
 
 }  // namespace giveway

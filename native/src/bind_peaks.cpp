@@ -54,7 +54,9 @@ double read_peak(const InArray<uint8_t, 1>& buffer, const std::string& isa, int 
 #pragma omp parallel num_threads(num_threads)
   {
     const uint32_t state = kernels.enter();
-    pieces.share(num_pieces, 1, [&](int64_t first, int64_t last) { kernels.read_peak(data + first * kPieceBytes, (last - first) * kPieceBytes); });
+    pieces.share(num_pieces, 1, [&](int64_t first, int64_t last) {
+      kernels.read_peak(data + first * kPieceBytes, (last - first) * kPieceBytes);
+    });
     kernels.leave(state);
   }
   return static_cast<double>(num_pieces * kPieceBytes) / seconds_since(started);
@@ -67,30 +69,42 @@ Epilogue epilogue_named(const std::string& name) {
   throw std::invalid_argument("epilogue is '" + name + "'; it must be 'store', 'add' or 'gate'");
 }
 
-std::shared_ptr<Workload> product(std::shared_ptr<Matrix> matrix, int64_t num_rows, int64_t num_outputs, const std::string& compute, const std::string& epilogue, const std::string& isa) {
+std::shared_ptr<Workload> product(std::shared_ptr<Matrix> matrix, int64_t num_rows, int64_t num_outputs,
+                                  const std::string& compute, const std::string& epilogue, const std::string& isa) {
   const ProductShape shape{num_rows, num_outputs, compute_named(compute), epilogue_named(epilogue)};
   const int64_t unit = shape.epilogue == Epilogue::gate ? 2 * kPanelColumns : kPanelColumns;
   require(num_rows > 0, "at least one row is needed");
-  require(num_outputs > 0 && num_outputs % unit == 0, "the outputs of a product must be a multiple of " + std::to_string(unit));
+  require(num_outputs > 0 && num_outputs % unit == 0,
+          "the outputs of a product must be a multiple of " + std::to_string(unit));
   require(num_outputs <= matrix->panels().num_outputs, "the matrix has fewer outputs than the product");
   return std::make_shared<ProductWorkload>(kernels_or_chosen(isa), std::move(matrix), shape);
 }
 
-AttentionShape attention_shape(int64_t num_sequences, int64_t num_rows, int64_t context, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t block_size, const std::string& compute) {
-  require(num_sequences > 0 && num_rows > 0 && context >= num_rows, "sequences have at least one row, and no more rows than positions");
-  require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0, "the heads must be a multiple of the KV heads");
-  require(head_size > 0 && head_size % kLanes == 0 && head_size <= kLargestHead, "the head size must be a multiple of 16, at most 256");
+AttentionShape attention_shape(int64_t num_sequences, int64_t num_rows, int64_t context, int64_t num_heads,
+                               int64_t num_kv_heads, int64_t head_size, int64_t block_size,
+                               const std::string& compute) {
+  require(num_sequences > 0 && num_rows > 0 && context >= num_rows,
+          "sequences have at least one row, and no more rows than positions");
+  require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
+          "the heads must be a multiple of the KV heads");
+  require(head_size > 0 && head_size % kLanes == 0 && head_size <= kLargestHead,
+          "the head size must be a multiple of 16, at most 256");
   require(block_size > 0 && block_size % kKvPanel == 0, "the block size must be a multiple of 16 tokens");
   return {num_sequences, num_rows, context, num_heads, num_kv_heads, head_size, block_size, compute_named(compute)};
 }
 
-std::shared_ptr<Workload> attention(int64_t num_sequences, int64_t num_rows, int64_t context, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t block_size, const std::string& compute, const std::string& isa) {
-  const AttentionShape shape = attention_shape(num_sequences, num_rows, context, num_heads, num_kv_heads, head_size, block_size, compute);
+std::shared_ptr<Workload> attention(int64_t num_sequences, int64_t num_rows, int64_t context, int64_t num_heads,
+                                    int64_t num_kv_heads, int64_t head_size, int64_t block_size,
+                                    const std::string& compute, const std::string& isa) {
+  const AttentionShape shape =
+      attention_shape(num_sequences, num_rows, context, num_heads, num_kv_heads, head_size, block_size, compute);
   return std::make_shared<AttentionWorkload>(kernels_or_chosen(isa), shape);
 }
 
-std::shared_ptr<Workload> rotation(int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t block_size, const std::string& compute, const std::string& isa) {
-  const AttentionShape shape = attention_shape(1, num_rows, num_rows, num_heads, num_kv_heads, head_size, block_size, compute);
+std::shared_ptr<Workload> rotation(int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
+                                   int64_t block_size, const std::string& compute, const std::string& isa) {
+  const AttentionShape shape =
+      attention_shape(1, num_rows, num_rows, num_heads, num_kv_heads, head_size, block_size, compute);
   return std::make_shared<RotationWorkload>(kernels_or_chosen(isa), shape);
 }
 
@@ -108,20 +122,29 @@ double run(Workload& workload, int64_t num_turns, int num_threads) {
 }  // namespace
 
 void bind_peaks(nb::module_& m) {
-  m.def("multiply_peak", &multiply_peak, nb::arg("compute"), nb::kw_only(), nb::arg("isa") = "", nb::arg("num_threads") = 1, nb::arg("seconds") = 0.005,
-        "Operations per second of multiply-adds (two operations each) in registers, of all threads together. Takes about so many seconds.");
+  m.def("multiply_peak", &multiply_peak, nb::arg("compute"), nb::kw_only(), nb::arg("isa") = "",
+        nb::arg("num_threads") = 1, nb::arg("seconds") = 0.005,
+        "Operations per second of multiply-adds (two operations each) in registers, of all threads together. Takes "
+        "about so many seconds.");
   m.def("read_peak", &read_peak, nb::arg("buffer"), nb::kw_only(), nb::arg("isa") = "", nb::arg("num_threads") = 1,
         "Bytes per second at which all threads together read a uint8 buffer once, in whole MiB.");
-  nb::class_<Workload>(m, "Workload", "One kernel over and over on data of its own, shared out among threads as in a step: for timing.")
-      .def_static("product", &product, nb::arg("matrix"), nb::kw_only(), nb::arg("num_rows"), nb::arg("num_outputs"), nb::arg("compute"), nb::arg("epilogue") = "store", nb::arg("isa") = "",
+  nb::class_<Workload>(
+      m, "Workload", "One kernel over and over on data of its own, shared out among threads as in a step: for timing.")
+      .def_static("product", &product, nb::arg("matrix"), nb::kw_only(), nb::arg("num_rows"), nb::arg("num_outputs"),
+                  nb::arg("compute"), nb::arg("epilogue") = "store", nb::arg("isa") = "",
                   "Rows times the next num_outputs of the matrix's outputs; each turn goes on where the last ended.")
-      .def_static("attention", &attention, nb::kw_only(), nb::arg("num_sequences"), nb::arg("num_rows"), nb::arg("context"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
-                  nb::arg("head_size"), nb::arg("block_size"), nb::arg("compute"), nb::arg("isa") = "",
+      .def_static("attention", &attention, nb::kw_only(), nb::arg("num_sequences"), nb::arg("num_rows"),
+                  nb::arg("context"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_size"),
+                  nb::arg("block_size"), nb::arg("compute"), nb::arg("isa") = "",
                   "Attention of the last num_rows of `context` positions of every sequence, in one layer.")
-      .def_static("rotation", &rotation, nb::kw_only(), nb::arg("num_rows"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("block_size"), nb::arg("compute"),
-                  nb::arg("isa") = "", "Rotation of queries and keys of consecutive positions, and storing of their KV.")
-      .def_static("norm", &norm, nb::kw_only(), nb::arg("num_rows"), nb::arg("size"), nb::arg("compute"), nb::arg("isa") = "", "RMSNorm of rows.")
-      .def("run", &run, nb::arg("num_turns"), nb::kw_only(), nb::arg("num_threads") = 1, "Do so many turns; returns the seconds they took.");
+      .def_static("rotation", &rotation, nb::kw_only(), nb::arg("num_rows"), nb::arg("num_heads"),
+                  nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("block_size"), nb::arg("compute"),
+                  nb::arg("isa") = "",
+                  "Rotation of queries and keys of consecutive positions, and storing of their KV.")
+      .def_static("norm", &norm, nb::kw_only(), nb::arg("num_rows"), nb::arg("size"), nb::arg("compute"),
+                  nb::arg("isa") = "", "RMSNorm of rows.")
+      .def("run", &run, nb::arg("num_turns"), nb::kw_only(), nb::arg("num_threads") = 1,
+           "Do so many turns; returns the seconds they took.");
 }
 
 }  // namespace giveway

@@ -21,8 +21,10 @@ inline OwnedFloats floats(int64_t num_rows, int64_t num_columns) {
 class Activations {
  public:
   Activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns)
-      : stride(activation_stride(num_columns)), element_bytes_(compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4),
-        buffer_((num_rows + kernels.row_multiple) / kernels.row_multiple * kernels.row_multiple * stride * element_bytes_) {}
+      : stride(activation_stride(num_columns)),
+        element_bytes_(compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4),
+        buffer_((num_rows + kernels.row_multiple) / kernels.row_multiple * kernels.row_multiple * stride *
+                element_bytes_) {}
 
   std::byte* row(int64_t index) const { return buffer_.data() + index * stride * element_bytes_; }
   float value(int64_t index, int64_t column) const {
@@ -40,6 +42,8 @@ class Activations {
   AlignedBuffer buffer_;
 };
 
-inline const Kernels& kernels_or_chosen(const std::string& isa) { return isa.empty() ? chosen_kernels() : kernels_named(isa); }
+inline const Kernels& kernels_or_chosen(const std::string& isa) {
+  return isa.empty() ? chosen_kernels() : kernels_named(isa);
+}
 
 }  // namespace giveway

@@ -107,7 +107,10 @@ struct LogprobMemory {
   int64_t max_top;
 
   LogprobMemory(int64_t num_rows, int64_t max_top)
-      : logprob(num_rows), rank(num_rows), top_tokens(num_rows * max_top), top_logprobs(num_rows * max_top),
+      : logprob(num_rows),
+        rank(num_rows),
+        top_tokens(num_rows * max_top),
+        top_logprobs(num_rows * max_top),
         max_top(max_top) {}
 
   LogprobRows rows() { return {logprob.data(), rank.data(), top_tokens.data(), top_logprobs.data(), max_top}; }
@@ -249,8 +252,7 @@ void bind_sampling(nb::module_& m) {
            "lists with a sequence for every row, or None where all are empty; biases belong to the ids in biased. "
            "Returns lists with an element for every row: the token, -1 where there is none; how many logits are NaN or "
            "infinite, 0 where every token is forbidden; and (logprob, rank, ((token, logprob), ...)), or None.")
-      .def("score_tokens", &Sampler::score_tokens, nb::arg("logits").noconvert(), nb::arg("tokens"),
-           nb::arg("num_top"),
+      .def("score_tokens", &Sampler::score_tokens, nb::arg("logits").noconvert(), nb::arg("tokens"), nb::arg("num_top"),
            "tokens: one for every row. Returns how many logits of every row are NaN or infinite, and (logprob, rank, "
            "((token, logprob), ...)) of the row's token and of the num_top best, or None where there are any.");
 }

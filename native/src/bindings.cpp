@@ -14,7 +14,8 @@ NB_MODULE(_native, m) {
       "instruction_sets",
       [] {
         std::vector<std::pair<std::string, std::string>> found;
-        for (const giveway::SetState& set : giveway::instruction_sets()) found.emplace_back(set.kernels->name, set.why_not);
+        for (const giveway::SetState& set : giveway::instruction_sets())
+          found.emplace_back(set.kernels->name, set.why_not);
         return found;
       },
       "Name of every instruction set, slowest first, and why it cannot run here (empty: it can).");

@@ -5,8 +5,9 @@
 
 namespace giveway::GW_SET {
 
-// The weights of one panel block that belong to inputs 2 * pair and 2 * pair + 1, rounded if the compute type asks for it.
-// Products d * q are exact in float32 (11 bits by at most 8), so fusing d * q + m rounds as the two operations would.
+// The weights of one panel block that belong to inputs 2 * pair and 2 * pair + 1, rounded if the compute type asks for
+// it. Products d * q are exact in float32 (11 bits by at most 8), so fusing d * q + m rounds as the two operations
+// would.
 template <Encoding encoding, Compute compute>
 struct PanelBlock {
   const std::byte* data;

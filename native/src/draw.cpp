@@ -46,8 +46,7 @@ Kept keep_until(const Entry* entries, int64_t count, double before, double targe
 }
 
 // The draw from all tokens of at least `limit`, whose weights are added up in the order of the ids.
-int64_t draw_in_order_of_ids(const double* scaled, int64_t vocab, double limit, double number,
-                                  double* piece_sums) {
+int64_t draw_in_order_of_ids(const double* scaled, int64_t vocab, double limit, double number, double* piece_sums) {
   const double mass = sum_weights(scaled, vocab, limit, piece_sums);
   const double target = number * mass;  // below the mass also when rounded: it is half a unit in the last place away
   int64_t piece = 0;
@@ -135,7 +134,7 @@ double uniform(uint64_t seed, uint64_t index) {
 int64_t num_draw_sums(int64_t vocab) { return std::max(num_pieces(vocab), Buckets::kCount); }
 
 int64_t draw_token(const double* scaled, int64_t vocab, double smallest, const DrawWishes& wishes,
-                        const DrawScratch& scratch) {
+                   const DrawScratch& scratch) {
   constexpr double kNoLimit = -std::numeric_limits<double>::infinity();
   const double limit = wishes.min_p > 0 ? log_of_positive(wishes.min_p) : kNoLimit;
   if (wishes.top_k > 0) {

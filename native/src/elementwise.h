@@ -50,16 +50,21 @@ static void embed_from(const Panels& table, int64_t token, float* out) {
 
 static void embed(const Panels& table, int64_t token, float* out) {
   switch (table.encoding) {
-    case Encoding::f32: return embed_from<Encoding::f32>(table, token, out);
-    case Encoding::bf16: return embed_from<Encoding::bf16>(table, token, out);
-    case Encoding::q8_0: return embed_from<Encoding::q8_0>(table, token, out);
-    case Encoding::q4_0: return embed_from<Encoding::q4_0>(table, token, out);
-    case Encoding::q4_1: return embed_from<Encoding::q4_1>(table, token, out);
+    case Encoding::f32:
+      return embed_from<Encoding::f32>(table, token, out);
+    case Encoding::bf16:
+      return embed_from<Encoding::bf16>(table, token, out);
+    case Encoding::q8_0:
+      return embed_from<Encoding::q8_0>(table, token, out);
+    case Encoding::q4_0:
+      return embed_from<Encoding::q4_0>(table, token, out);
+    case Encoding::q4_1:
+      return embed_from<Encoding::q4_1>(table, token, out);
   }
 }
 
-// Norm (if there is one) and rotation of one head. Both arrays have kLanes floats of room after the head: half a head may
-// end within a vector.
+// Norm (if there is one) and rotation of one head. Both arrays have kLanes floats of room after the head: half a head
+// may end within a vector.
 static void turn_head(const RotateArgs& args, const float* head, const float* norm, float* turned) {
   const int64_t size = args.layout.head_size, half = size / 2;
   float normed[kLargestHead + kLanes] = {};
@@ -81,7 +86,8 @@ static void turn_head(const RotateArgs& args, const float* head, const float* no
 
 // The panel of keys, or of values, that holds this row's position.
 GW_INLINE std::byte* panel_of_position(const RotateArgs& args, int64_t half_offset) {
-  return args.pool + args.block * args.layout.block_bytes() + half_offset + args.offset / kKvPanel * args.layout.panel_bytes();
+  return args.pool + args.block * args.layout.block_bytes() + half_offset +
+         args.offset / kKvPanel * args.layout.panel_bytes();
 }
 
 static void write_key(const RotateArgs& args, int64_t kv_head, const float* key) {
@@ -124,7 +130,8 @@ static void rotate(const RotateArgs& args) {
   alignas(64) float turned[kLargestHead + kLanes];
   for (int64_t head = 0; head < args.num_heads; ++head) {
     turn_head(args, args.qkv + head * size, args.query_norm, turned);
-    for (int64_t i = 0; i < size; i += kLanes) store_activations(args.queries, head * size + i, layout.compute, load(turned + i));
+    for (int64_t i = 0; i < size; i += kLanes)
+      store_activations(args.queries, head * size + i, layout.compute, load(turned + i));
   }
   pad_activations(args.queries, args.num_heads * size, layout.compute);
   const float* keys = args.qkv + args.num_heads * size;
@@ -136,7 +143,8 @@ static void rotate(const RotateArgs& args) {
     const int64_t position = args.offset % kKvPanel;
     write_value(args, panel, position, values + head * size);
     // Attention multiplies whole panels, by zero where a position is not seen, and zero times stale memory may be NaN.
-    for (int64_t later = position + 1; args.clears_rest && later < kKvPanel; ++later) write_value(args, panel, later, nullptr);
+    for (int64_t later = position + 1; args.clears_rest && later < kKvPanel; ++later)
+      write_value(args, panel, later, nullptr);
   }
 }
 

@@ -74,7 +74,7 @@ inline double log_of_positive(double x) {
   const uint64_t bits = bits_of(x);
   exponent += static_cast<double>(static_cast<int64_t>(bits >> 52) - 1023);
   double mantissa = double_of((bits & 0xfffffffffffffu) | 0x3ff0000000000000u);  // [1, 2)
-  if (mantissa > 0x1.6a09e667f3bcdp+0) {  // the root of 2
+  if (mantissa > 0x1.6a09e667f3bcdp+0) {                                         // the root of 2
     mantissa *= 0.5;
     exponent += 1;
   }

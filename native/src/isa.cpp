@@ -84,8 +84,8 @@ std::string why_no_amx() {
 sigjmp_buf illegal_instruction;
 void on_illegal_instruction(int) { siglongjmp(illegal_instruction, 1); }
 
-// One small product with every compute type: [5, 64] by two panels. Sums in which every order of adding is exact, so that
-// avx512_bf16 can be compared too.
+// One small product with every compute type: [5, 64] by two panels. Sums in which every order of adding is exact, so
+// that avx512_bf16 can be compared too.
 bool multiplies_rightly(const Kernels& kernels) {
   constexpr int64_t kRows = 5, kInputs = 64, kOutputs = 32, kBuffer = 16;
   alignas(64) static float weights[kOutputs * kInputs], values[kBuffer * kInputs], out[kBuffer * kOutputs];
@@ -157,7 +157,8 @@ const Kernels& kernels_named(const std::string& name) {
   for (const SetState& set : instruction_sets()) {
     if (set.why_not.empty()) usable += (usable.empty() ? "" : ", ") + std::string(set.kernels->name);
     if (name != set.kernels->name) continue;
-    if (!set.why_not.empty()) throw std::runtime_error("instruction set '" + name + "' cannot run here: " + set.why_not);
+    if (!set.why_not.empty())
+      throw std::runtime_error("instruction set '" + name + "' cannot run here: " + set.why_not);
     return *set.kernels;
   }
   throw std::runtime_error("no instruction set is called '" + name + "'; this machine runs " + usable);

@@ -11,21 +11,10 @@
 namespace giveway::GW_SET {
 
 static constexpr Kernels make_kernels(const char* name, int64_t row_multiple = 1) {
-  return {name,
-          kPacksBf16,
-          row_multiple,
-          flush_denormals,
-          restore_mode,
-          matmul_scratch_bytes,
-          attention_scratch_bytes,
-          matmul,
-          attention,
-          rotate,
-          rms_norm,
-          embed,
-          to_activations,
-          multiply_peak,
-          read_peak};
+  return {
+      name,     kPacksBf16, row_multiple, flush_denormals, restore_mode, matmul_scratch_bytes, attention_scratch_bytes,
+      matmul,   attention,  rotate,       rms_norm,        embed,        to_activations,       multiply_peak,
+      read_peak};
 }
 
 }  // namespace giveway::GW_SET

@@ -1,9 +1,9 @@
 // The kernels of one instruction set as a table of functions. Every set computes the same numbers, to the bit, but for
 // avx512_bf16 with Compute::bf16, whose dot instruction adds in another order.
 //
-// A row of any result depends on that row of the input only. All functions are called by one thread for its share of the
-// work and use no memory but what they are given. They run between enter() and leave(), which set how denormal numbers are
-// treated (flushed, as AMX does always) and load the tile configuration where there is one.
+// A row of any result depends on that row of the input only. All functions are called by one thread for its share of
+// the work and use no memory but what they are given. They run between enter() and leave(), which set how denormal
+// numbers are treated (flushed, as AMX does always) and load the tile configuration where there is one.
 #pragma once
 
 #include "types.h"
@@ -29,8 +29,8 @@ struct MatmulArgs {
   Epilogue epilogue = Epilogue::store;
   Gate gate = Gate::silu;
   const float* bias = nullptr;  // [16 * panels] or null; not with Epilogue::gate
-  void* out = nullptr;          // float32 [num_rows][out_stride]; for Epilogue::gate activations, column 16 * (panel / 2)
-  int64_t out_stride = 0;       // elements. Columns up to 16 * last_panel are written, also beyond num_outputs
+  void* out = nullptr;     // float32 [num_rows][out_stride]; for Epilogue::gate activations, column 16 * (panel / 2)
+  int64_t out_stride = 0;  // elements. Columns up to 16 * last_panel are written, also beyond num_outputs
   std::byte* scratch = nullptr;  // matmul_scratch_bytes, 64-byte aligned, this thread's own
 };
 
@@ -48,10 +48,10 @@ struct AttentionArgs {
   KvLayout layout;
   int64_t layer = 0;
   int64_t kv_head = 0;
-  int64_t group_size = 1;  // query heads of this KV head: kv_head * group_size and the following
-  float scale = 1.0f;      // of the scores
-  int64_t window = 0;      // a query sees this many positions, itself included; 0: all
-  float soft_cap = 0.0f;   // scores become soft_cap * tanh(score / soft_cap); 0: they do not
+  int64_t group_size = 1;        // query heads of this KV head: kv_head * group_size and the following
+  float scale = 1.0f;            // of the scores
+  int64_t window = 0;            // a query sees this many positions, itself included; 0: all
+  float soft_cap = 0.0f;         // scores become soft_cap * tanh(score / soft_cap); 0: they do not
   std::byte* scratch = nullptr;  // attention_scratch_bytes, 64-byte aligned
 };
 
@@ -68,23 +68,24 @@ struct RotateArgs {
   std::byte* pool = nullptr;
   KvLayout layout;
   int64_t layer = 0;
-  int64_t block = 0;         // block id and offset of this row's position
+  int64_t block = 0;  // block id and offset of this row's position
   int64_t offset = 0;
   bool clears_rest = false;  // the last row of its chunk: V of the later positions of its panel becomes zero
 };
 
 struct Kernels {
   const char* name;
-  bool packs_bf16;        // with Compute::bf16 activations are stored as 2-byte bfloat16; else as float32, rounded
-  int64_t row_multiple;   // buffers of activations have a multiple of this many rows
-  uint32_t (*enter)();    // returns what leave() needs; once per thread and step
+  bool packs_bf16;       // with Compute::bf16 activations are stored as 2-byte bfloat16; else as float32, rounded
+  int64_t row_multiple;  // buffers of activations have a multiple of this many rows
+  uint32_t (*enter)();   // returns what leave() needs; once per thread and step
   void (*leave)(uint32_t state);
   int64_t (*matmul_scratch_bytes)(int64_t num_inputs);
   int64_t (*attention_scratch_bytes)(const KvLayout& layout, int64_t group_size);
   void (*matmul)(const MatmulArgs& args);
   void (*attention)(const AttentionArgs& args);
   void (*rotate)(const RotateArgs& args);
-  // out = row / sqrt(mean of squares + eps) * weight, as activations; beyond `size` up to activation_stride(size): zeros.
+  // out = row / sqrt(mean of squares + eps) * weight, as activations; beyond `size` up to activation_stride(size):
+  // zeros.
   void (*rms_norm)(const float* row, const float* weight, int64_t size, float eps, Compute compute, void* out);
   // One row of a packed matrix (outputs are tokens) as float32 [num_inputs].
   void (*embed)(const Panels& table, int64_t token, float* out);

@@ -1,7 +1,8 @@
 // Products of activations with packed weights. Included by kernels_*.cpp only.
 //
 // Up to kDirectRows rows: weights are decoded in registers, straight into the product. More rows: a strip of a panel is
-// decoded to float32 once (it stays in the first cache) and then multiplied with all rows of a chunk (in the second cache).
+// decoded to float32 once (it stays in the first cache) and then multiplied with all rows of a chunk (in the second
+// cache).
 #pragma once
 
 #include <algorithm>
@@ -24,8 +25,8 @@ inline constexpr int kDirectRows = 2;
 #else
 inline constexpr int kDirectRows = 2;
 #endif
-inline constexpr int64_t kStripBlocks = 24;               // blocks of a panel that are decoded at a time: 48 KiB
-inline constexpr int64_t kChunkRows = 192;                // rows that share what was decoded, at most
+inline constexpr int64_t kStripBlocks = 24;                 // blocks of a panel that are decoded at a time: 48 KiB
+inline constexpr int64_t kChunkRows = 192;                  // rows that share what was decoded, at most
 inline constexpr int64_t kChunkBytes = int64_t{384} << 10;  // of these rows' activations
 
 struct MatmulScratch {
@@ -56,7 +57,8 @@ GW_INLINE void prefetch_ahead(const std::byte* block) {
 
 // One panel by `rows` rows; totals [rows][kTotalsStride].
 template <Encoding encoding, Compute compute, int rows>
-static void multiply_directly(const float* x, int64_t x_stride, const std::byte* data, int64_t num_blocks, float* totals) {
+static void multiply_directly(const float* x, int64_t x_stride, const std::byte* data, int64_t num_blocks,
+                              float* totals) {
   v16 total[rows];
 #pragma GCC unroll 16
   for (int row = 0; row < rows; ++row) total[row] = zero();
@@ -115,8 +117,9 @@ static void multiply_group(const Group& group, MatmulScratch& scratch) {
   constexpr auto sizes = std::make_integer_sequence<int, kDirectRows>();
   if (group.num_rows <= kDirectRows) {
     for (int64_t panel = 0; panel < group.num_panels; ++panel)
-      direct_function<encoding, compute>(group.num_rows, sizes)(group.x, group.x_stride, group.panels + panel * group.panel_bytes,
-                                                                group.num_blocks, scratch.totals + panel * kPanelColumns);
+      direct_function<encoding, compute>(group.num_rows, sizes)(
+          group.x, group.x_stride, group.panels + panel * group.panel_bytes, group.num_blocks,
+          scratch.totals + panel * kPanelColumns);
     return;
   }
   std::memset(scratch.totals, 0, static_cast<size_t>(group.num_rows * kTotalsStride) * sizeof(float));
@@ -128,7 +131,8 @@ static void multiply_group(const Group& group, MatmulScratch& scratch) {
     strip.num_blocks = group.num_blocks;
     strip.ahead = next;
     // A single tile has no work to spare that would hide the fetching: the processor's own is better.
-    multiply_rows(strip, group.num_rows, group.num_panels, group.num_rows <= kTileRows ? 0 : group.num_panels * group.panel_bytes);
+    multiply_rows(strip, group.num_rows, group.num_panels,
+                  group.num_rows <= kTileRows ? 0 : group.num_panels * group.panel_bytes);
     return;
   }
   strip.weights = scratch.weights, strip.panel_stride = kStripBlocks * kBlockWeights;
@@ -136,8 +140,8 @@ static void multiply_group(const Group& group, MatmulScratch& scratch) {
     strip.num_blocks = std::min(kStripBlocks, group.num_blocks - first);
     strip.x = group.x + first * kBlockK;
     for (int64_t panel = 0; panel < group.num_panels; ++panel)
-      decode<encoding, compute>(group.panels + panel * group.panel_bytes + first * panel_block_bytes(encoding), strip.num_blocks,
-                                scratch.weights + panel * strip.panel_stride);
+      decode<encoding, compute>(group.panels + panel * group.panel_bytes + first * panel_block_bytes(encoding),
+                                strip.num_blocks, scratch.weights + panel * strip.panel_stride);
     // Of the next group's bytes, for a block of this one; decoding asks for the smaller encodings itself.
     const int64_t share = is_read_plainly(encoding) ? group.num_panels * panel_block_bytes(encoding) : 0;
     strip.ahead = next + first * share;
@@ -150,11 +154,16 @@ using GroupFunction = void (*)(const Group&, MatmulScratch&);
 template <Compute compute>
 static GroupFunction group_function(Encoding encoding) {
   switch (encoding) {
-    case Encoding::f32: return multiply_group<Encoding::f32, compute>;
-    case Encoding::bf16: return multiply_group<Encoding::bf16, compute>;
-    case Encoding::q8_0: return multiply_group<Encoding::q8_0, compute>;
-    case Encoding::q4_0: return multiply_group<Encoding::q4_0, compute>;
-    case Encoding::q4_1: return multiply_group<Encoding::q4_1, compute>;
+    case Encoding::f32:
+      return multiply_group<Encoding::f32, compute>;
+    case Encoding::bf16:
+      return multiply_group<Encoding::bf16, compute>;
+    case Encoding::q8_0:
+      return multiply_group<Encoding::q8_0, compute>;
+    case Encoding::q4_0:
+      return multiply_group<Encoding::q4_0, compute>;
+    case Encoding::q4_1:
+      return multiply_group<Encoding::q4_1, compute>;
   }
   return nullptr;
 }
@@ -175,8 +184,13 @@ static void multiply_floats(const MatmulArgs& args) {
   const GroupFunction multiply = group_function<compute>(weights.encoding);
   const int64_t chunk_rows = choose_chunk_rows(args.num_rows, args.x_stride);
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
-    Group group{static_cast<const float*>(args.x) + first * args.x_stride, args.x_stride, std::min(chunk_rows, args.num_rows - first),
-                nullptr, weights.panel_bytes(), 0, weights.num_blocks()};
+    Group group{static_cast<const float*>(args.x) + first * args.x_stride,
+                args.x_stride,
+                std::min(chunk_rows, args.num_rows - first),
+                nullptr,
+                weights.panel_bytes(),
+                0,
+                weights.num_blocks()};
     for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2) {
       group.panels = weights.panel(panel);
       group.num_panels = std::min<int64_t>(2, args.last_panel - panel);

@@ -1,7 +1,7 @@
 // Products by AMX tiles. Included by kernels_amx.cpp only.
 //
-// TDPBF16PS adds in just the order that all sets keep: over a block of 32 inputs the even ones by one chain from +0, the odd ones
-// by another, then total + (even + odd), denormal numbers flushed. Source: Intel SDM, TDPBF16PS.
+// TDPBF16PS adds in just the order that all sets keep: over a block of 32 inputs the even ones by one chain from +0,
+// the odd ones by another, then total + (even + odd), denormal numbers flushed. Source: Intel SDM, TDPBF16PS.
 #pragma once
 
 #include "matmul_bf16.h"
@@ -18,12 +18,13 @@ struct alignas(64) TileConfiguration {
 };
 static_assert(sizeof(TileConfiguration) == 64);
 
-// Fewer rows than a tile has are not worth computing; where there are more than two tiles of them, the last may hold rows of
-// the buffer's padding, whose results nobody reads.
+// Fewer rows than a tile has are not worth computing; where there are more than two tiles of them, the last may hold
+// rows of the buffer's padding, whose results nobody reads.
 GW_INLINE void configure_tiles(int64_t num_rows) {
   const auto upper = static_cast<uint8_t>(std::min<int64_t>(num_rows, 16));
   const auto lower = static_cast<uint8_t>(std::clamp<int64_t>(num_rows - 16, 1, 16));
-  const TileConfiguration configuration{1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {upper, upper, lower, lower, upper, lower, 16, 16}};
+  const TileConfiguration configuration{
+      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {upper, upper, lower, lower, upper, lower, 16, 16}};
   __asm__ volatile("" : : "r"(&configuration) : "memory");  // the intrinsic tells the compiler of 8 bytes only
   _tile_loadconfig(&configuration);
 }
@@ -61,8 +62,8 @@ GW_INLINE void multiply_tiles(const PairStrip& strip) {
   }
 }
 
-// The configuration is loaded by every call, since what a thread's tiles hold may be gone; and released, since tiles in use make
-// every change of threads dearer.
+// The configuration is loaded by every call, since what a thread's tiles hold may be gone; and released, since tiles in
+// use make every change of threads dearer.
 static void multiply_bf16(const MatmulArgs& args) {
   configure_tiles(args.num_rows);
   multiply_bf16(args, [](const PairStrip& strip, int64_t num_rows) {

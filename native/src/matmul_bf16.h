@@ -13,8 +13,9 @@
 namespace giveway::GW_SET {
 
 inline constexpr int64_t kPairWords = kBlockK * kPanelColumns;  // 16-bit values of a panel block
-inline constexpr int64_t kBf16ChunkBytes = int64_t{1} << 20;    // activations that share what was decoded; they stay in the second cache
-inline constexpr int64_t kPartRows = 32;                        // rows of a part: what is multiplied at a time
+inline constexpr int64_t kBf16ChunkBytes =
+    int64_t{1} << 20;                     // activations that share what was decoded; they stay in the second cache
+inline constexpr int64_t kPartRows = 32;  // rows of a part: what is multiplied at a time
 
 // Two panels by all rows of a chunk; weights as [blocks][16 pairs][16 columns][2].
 struct PairStrip {
@@ -25,8 +26,9 @@ struct PairStrip {
   float* totals;  // [kPartRows][2 panels][16 columns]
 };
 
-// Thirty-two weights as 16-bit pairs. Values that come from float16 scales are multiples of 2^-24, so no denormal number
-// is among them and the instruction that rounds gives what round_bf16 does; stored float32 weights may be denormal.
+// Thirty-two weights as 16-bit pairs. Values that come from float16 scales are multiples of 2^-24, so no denormal
+// number is among them and the instruction that rounds gives what round_bf16 does; stored float32 weights may be
+// denormal.
 template <Encoding encoding>
 GW_INLINE __m512i as_pairs(v16_pair weights) {
   if constexpr (encoding == Encoding::f32) {
@@ -53,11 +55,20 @@ static void decode_pairs(const std::byte* data, int64_t num_blocks, uint16_t* pa
 static const uint16_t* panel_pairs(const Panels& panels, int64_t panel, uint16_t* scratch) {
   const std::byte* data = panels.panel(panel);
   switch (panels.encoding) {
-    case Encoding::bf16: return reinterpret_cast<const uint16_t*>(data);
-    case Encoding::f32: decode_pairs<Encoding::f32>(data, panels.num_blocks(), scratch); break;
-    case Encoding::q8_0: decode_pairs<Encoding::q8_0>(data, panels.num_blocks(), scratch); break;
-    case Encoding::q4_0: decode_pairs<Encoding::q4_0>(data, panels.num_blocks(), scratch); break;
-    case Encoding::q4_1: decode_pairs<Encoding::q4_1>(data, panels.num_blocks(), scratch); break;
+    case Encoding::bf16:
+      return reinterpret_cast<const uint16_t*>(data);
+    case Encoding::f32:
+      decode_pairs<Encoding::f32>(data, panels.num_blocks(), scratch);
+      break;
+    case Encoding::q8_0:
+      decode_pairs<Encoding::q8_0>(data, panels.num_blocks(), scratch);
+      break;
+    case Encoding::q4_0:
+      decode_pairs<Encoding::q4_0>(data, panels.num_blocks(), scratch);
+      break;
+    case Encoding::q4_1:
+      decode_pairs<Encoding::q4_1>(data, panels.num_blocks(), scratch);
+      break;
   }
   return scratch;
 }
@@ -79,7 +90,12 @@ GW_INLINE void multiply_bf16(const MatmulArgs& args, Multiply multiply) {
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
     const int64_t last = std::min(first + chunk_rows, args.num_rows);
     for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2) {
-      PairStrip strip{nullptr, args.x_stride, {nullptr, nullptr}, std::min<int64_t>(2, args.last_panel - panel), panels.num_blocks(), totals};
+      PairStrip strip{nullptr,
+                      args.x_stride,
+                      {nullptr, nullptr},
+                      std::min<int64_t>(2, args.last_panel - panel),
+                      panels.num_blocks(),
+                      totals};
       for (int64_t index = 0; index < strip.num_panels; ++index)
         strip.weights[index] = panel_pairs(panels, panel + index, decoded + index * strip.num_blocks * kPairWords);
       for (int64_t row = first; row < last; row += kPartRows) {

@@ -1,8 +1,9 @@
 // Products by VDPBF16PS. Included by kernels_avx512_bf16.cpp only.
 //
-// Order of adding, the same for every number of rows but not that of the other sets: k is cut into blocks of 32; in a block one
-// chain starts from +0 and takes pair after pair, of each pair the odd input first and then the even one, each a fused
-// multiply-add; then the block's sum joins the total. Source: Intel SDM, VDPBF16PS (denormal numbers are taken and given as zero).
+// Order of adding, the same for every number of rows but not that of the other sets: k is cut into blocks of 32; in a
+// block one chain starts from +0 and takes pair after pair, of each pair the odd input first and then the even one,
+// each a fused multiply-add; then the block's sum joins the total. Source: Intel SDM, VDPBF16PS (denormal numbers are
+// taken and given as zero).
 #pragma once
 
 #include <cstring>
@@ -17,7 +18,8 @@ namespace giveway::GW_SET {
 GW_INLINE __m512 dot_pairs(__m512 sums, __m512i weights, const uint16_t* pair) {
   int both;
   std::memcpy(&both, pair, sizeof both);
-  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)));
+  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(weights),
+                          reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)));
 }
 
 inline constexpr int kDotRows = 8;  // rows that a panel pair is multiplied with at once: 16 chains
@@ -39,15 +41,18 @@ static void multiply_dots(const PairStrip& strip, int64_t first_row) {
     for (int64_t pair = 0; pair < kBlockK / 2; ++pair) {
 #pragma GCC unroll 2
       for (int panel = 0; panel < panels; ++panel) {
-        const __m512i weights = _mm512_loadu_si512(strip.weights[panel] + (block * (kBlockK / 2) + pair) * 2 * kPanelColumns);
+        const __m512i weights =
+            _mm512_loadu_si512(strip.weights[panel] + (block * (kBlockK / 2) + pair) * 2 * kPanelColumns);
 #pragma GCC unroll 8
-        for (int row = 0; row < rows; ++row) sums[row][panel] = dot_pairs(sums[row][panel], weights, x + row * strip.x_stride + 2 * pair);
+        for (int row = 0; row < rows; ++row)
+          sums[row][panel] = dot_pairs(sums[row][panel], weights, x + row * strip.x_stride + 2 * pair);
       }
     }
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row)
 #pragma GCC unroll 2
-      for (int panel = 0; panel < panels; ++panel) totals[row][panel] = _mm512_add_ps(totals[row][panel], sums[row][panel]);
+      for (int panel = 0; panel < panels; ++panel)
+        totals[row][panel] = _mm512_add_ps(totals[row][panel], sums[row][panel]);
   }
 #pragma GCC unroll 8
   for (int row = 0; row < rows; ++row)

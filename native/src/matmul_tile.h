@@ -1,7 +1,7 @@
 // Products of a few rows with one or two panels whose weights lie there as float32. Included by kernels_*.cpp only.
 //
-// The order of adding is that of the README ("block order"). Within a block the chain of the even inputs and that of the odd
-// ones are independent, so a tile may run them side by side or one after the other, as its registers allow.
+// The order of adding is that of the README ("block order"). Within a block the chain of the even inputs and that of
+// the odd ones are independent, so a tile may run them side by side or one after the other, as its registers allow.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,8 @@ struct Strip {
   int64_t num_blocks;
   float* totals;  // [rows][2 panels][16 columns]
   float* parked;  // kParkedSums, for sums of a block that wait for their turn
-  const std::byte* ahead;  // memory that will be wanted soon, asked for while there is work to do: ahead_bytes each block
+  const std::byte*
+      ahead;  // memory that will be wanted soon, asked for while there is work to do: ahead_bytes each block
   int64_t ahead_bytes;
 };
 inline constexpr int64_t kParkedSums = 2 * kTileRows * kTilePanels * kPanelColumns;
@@ -46,7 +47,8 @@ inline constexpr int64_t kBlockWeights = kBlockK * kPanelColumns;
 
 // sums[row][panel] += products of every second input of a block, starting with `parity`.
 template <int rows, int panels>
-GW_INLINE void add_products(const float* x, int64_t x_stride, const float* weights, int64_t panel_stride, v16 (&sums)[rows][panels]) {
+GW_INLINE void add_products(const float* x, int64_t x_stride, const float* weights, int64_t panel_stride,
+                            v16 (&sums)[rows][panels]) {
   v16 column[panels];
 #pragma GCC unroll 2
   for (int panel = 0; panel < panels; ++panel) column[panel] = load(weights + panel * panel_stride);
@@ -61,7 +63,8 @@ GW_INLINE void add_products(const float* x, int64_t x_stride, const float* weigh
 GW_INLINE void fetch_ahead(const Strip& strip, int64_t block) {
   constexpr int64_t kLineBytes = 64;
   const std::byte* from = strip.ahead + block * strip.ahead_bytes;
-  for (const std::byte* line = from; line < from + strip.ahead_bytes; line += kLineBytes) __builtin_prefetch(line, 0, 2);
+  for (const std::byte* line = from; line < from + strip.ahead_bytes; line += kLineBytes)
+    __builtin_prefetch(line, 0, 2);
 }
 
 template <int rows, int panels>
@@ -143,8 +146,8 @@ static void multiply_strip(const Strip& strip) {
   }
 }
 
-// How many of `left` rows the next tile takes: as many as it can, but so that no tile at the end is too small to keep the
-// processor busy (five and three rather than six and two).
+// How many of `left` rows the next tile takes: as many as it can, but so that no tile at the end is too small to keep
+// the processor busy (five and three rather than six and two).
 GW_INLINE int64_t choose_tile_rows(int64_t left) {
   if (left <= kTileRows) return left;
   const int64_t rest = left % kTileRows;

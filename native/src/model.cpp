@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kStagesOfLayer = 8;
 constexpr int64_t kAttentionRows = 16;  // query positions of one piece of attention work
-constexpr int64_t kPiecesPerThread = 4;  // into which a product is cut, so that a thread that falls behind holds up little
+constexpr int64_t kPiecesPerThread =
+    4;  // into which a product is cut, so that a thread that falls behind holds up little
 
 int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -30,7 +31,8 @@ void check_matrix(const SharedMatrix& matrix, int64_t num_outputs, int64_t num_i
 
 void check_vector(const Floats& values, int64_t size, bool may_lack, const char* name) {
   require((may_lack && values.empty()) || static_cast<int64_t>(values.size()) == size,
-          std::string(name) + " has " + std::to_string(values.size()) + " elements; the model needs " + std::to_string(size));
+          std::string(name) + " has " + std::to_string(values.size()) + " elements; the model needs " +
+              std::to_string(size));
 }
 
 void check_weights(const ModelShape& shape, const ModelWeights& weights) {
@@ -67,11 +69,16 @@ const float* data_or_null(const Floats& values) { return values.empty() ? nullpt
 }  // namespace
 
 Model::Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine, const Kernels& kernels)
-    : shape_(shape), weights_(std::move(weights)), cosine_(std::move(cosine)), sine_(std::move(sine)), kernels_(kernels) {
+    : shape_(shape),
+      weights_(std::move(weights)),
+      cosine_(std::move(cosine)),
+      sine_(std::move(sine)),
+      kernels_(kernels) {
   check_weights(shape_, weights_);
   // Read by whole panels: what lies beyond the outputs is added to columns that nobody reads.
   for (LayerWeights& layer : weights_.layers)
-    if (!layer.output_bias.empty()) layer.output_bias.resize(static_cast<size_t>(rounded_up(shape_.hidden_size, kPanelColumns)));
+    if (!layer.output_bias.empty())
+      layer.output_bias.resize(static_cast<size_t>(rounded_up(shape_.hidden_size, kPanelColumns)));
   require(cosine_.size() == sine_.size() && static_cast<int64_t>(cosine_.size()) % (shape_.head_size / 2) == 0,
           "the tables of angles have the wrong size");
   stages_ = std::make_unique<WorkCounter[]>(static_cast<size_t>(kStagesOfLayer * shape_.num_layers + 1));
@@ -94,11 +101,13 @@ void Model::check(const Batch& batch, const Pool& pool) const {
   require(pool.block_size > 0 && pool.block_size % kKvPanel == 0, "the block size must be a multiple of 16 tokens");
   for (int64_t row = 0; row < batch.num_rows; ++row)
     if (batch.tokens[row] < 0 || batch.tokens[row] >= shape_.vocab_size)
-      throw std::out_of_range("token id " + std::to_string(batch.tokens[row]) + " is outside the vocabulary of " + std::to_string(shape_.vocab_size));
+      throw std::out_of_range("token id " + std::to_string(batch.tokens[row]) + " is outside the vocabulary of " +
+                              std::to_string(shape_.vocab_size));
   int64_t next_row = 0;
   for (const Sequence& sequence : batch.sequences) {
     if (sequence.first_row != next_row || sequence.num_rows < 1 || sequence.num_rows > batch.num_rows - next_row)
-      throw std::out_of_range("a sequence of " + std::to_string(sequence.num_rows) + " rows: " + std::to_string(batch.num_rows - next_row) + " are left of the batch");
+      throw std::out_of_range("a sequence of " + std::to_string(sequence.num_rows) +
+                              " rows: " + std::to_string(batch.num_rows - next_row) + " are left of the batch");
     if (sequence.start < 0 || sequence.start > num_positions() - sequence.num_rows)
       throw std::out_of_range(std::to_string(sequence.num_rows) + " positions from " + std::to_string(sequence.start) +
                               " on cannot be computed: the model has " + std::to_string(num_positions()));
@@ -106,23 +115,30 @@ void Model::check(const Batch& batch, const Pool& pool) const {
     const int64_t end = sequence.start + sequence.num_rows;
     const int64_t num_used = (end + pool.block_size - 1) / pool.block_size;
     if (num_used > sequence.table_size)
-      throw std::out_of_range(std::to_string(end) + " tokens need " + std::to_string(num_used) + " KV blocks, the table has " + std::to_string(sequence.table_size));
+      throw std::out_of_range(std::to_string(end) + " tokens need " + std::to_string(num_used) +
+                              " KV blocks, the table has " + std::to_string(sequence.table_size));
     for (int64_t index = 0; index < num_used; ++index)
       if (sequence.table[index] < 0 || sequence.table[index] >= pool.num_blocks)
-        throw std::out_of_range("KV block " + std::to_string(sequence.table[index]) + " is outside the pool of " + std::to_string(pool.num_blocks));
+        throw std::out_of_range("KV block " + std::to_string(sequence.table[index]) + " is outside the pool of " +
+                                std::to_string(pool.num_blocks));
   }
   if (next_row != batch.num_rows) throw std::out_of_range("the sequences do not cover the rows of the batch");
 }
 
 void Model::make_room(int64_t num_rows, int num_threads) {
-  const int64_t layout_scratch = kernels_.attention_scratch_bytes(kv_layout(kKvPanel), shape_.num_heads / shape_.num_kv_heads);
+  const int64_t layout_scratch =
+      kernels_.attention_scratch_bytes(kv_layout(kKvPanel), shape_.num_heads / shape_.num_kv_heads);
   const int64_t widest = std::max({shape_.hidden_size, shape_.query_columns(), shape_.intermediate_size});
   scratch_bytes_ = rounded_up(std::max(layout_scratch, kernels_.matmul_scratch_bytes(widest)), 64);
   if (scratch_.size() < scratch_bytes_ * num_threads) scratch_ = AlignedBuffer(scratch_bytes_ * num_threads);
   if (num_rows <= capacity_) return;
   capacity_ = rounded_up(std::max(num_rows, 2 * capacity_), std::max<int64_t>(16, kernels_.row_multiple));
-  const auto floats = [&](int64_t columns) { return AlignedBuffer(capacity_ * rounded_up(columns, kPanelColumns) * 4); };
-  const auto activations = [&](int64_t columns) { return AlignedBuffer(capacity_ * activation_stride(columns) * element_bytes()); };
+  const auto floats = [&](int64_t columns) {
+    return AlignedBuffer(capacity_ * rounded_up(columns, kPanelColumns) * 4);
+  };
+  const auto activations = [&](int64_t columns) {
+    return AlignedBuffer(capacity_ * activation_stride(columns) * element_bytes());
+  };
   AlignedBuffer hidden = floats(shape_.hidden_size);
   hidden_ = std::move(hidden);
   normed_ = activations(shape_.hidden_size);
@@ -142,16 +158,23 @@ void Model::plan_attention(const Batch& batch) {
                           std::min(kAttentionRows, sequence.num_rows - done), sequence.start + done, kv_head});
   }
   // The longest contexts first, so that no thread is left with a long one at the end.
-  std::stable_sort(tasks_.begin(), tasks_.end(), [](const AttentionTask& a, const AttentionTask& b) { return a.start > b.start; });
+  std::stable_sort(tasks_.begin(), tasks_.end(),
+                   [](const AttentionTask& a, const AttentionTask& b) { return a.start > b.start; });
 }
 
-// One thread's part of a step. Within a stage threads take pieces of work from a counter, which is safe because no result
-// depends on who computes it; see WorkCounter for how they go on to the next stage.
+// One thread's part of a step. Within a stage threads take pieces of work from a counter, which is safe because no
+// result depends on who computes it; see WorkCounter for how they go on to the next stage.
 class Model::Worker {
  public:
   Worker(Model& model, const Batch& batch, const Pool& pool, int thread, int num_threads)
-      : model_(model), shape_(model.shape_), kernels_(model.kernels_), batch_(batch), pool_(pool), num_threads_(num_threads),
-        scratch_(model.scratch_.data() + thread * model.scratch_bytes_), layout_(model.kv_layout(pool.block_size)) {}
+      : model_(model),
+        shape_(model.shape_),
+        kernels_(model.kernels_),
+        batch_(batch),
+        pool_(pool),
+        num_threads_(num_threads),
+        scratch_(model.scratch_.data() + thread * model.scratch_bytes_),
+        layout_(model.kv_layout(pool.block_size)) {}
 
   void run() {
     const uint32_t state = kernels_.enter();
@@ -165,7 +188,8 @@ class Model::Worker {
   template <typename Work>
   void share(int64_t total, int64_t granularity, Work work) {
     const int64_t wanted = (total + num_threads_ * kPiecesPerThread - 1) / (num_threads_ * kPiecesPerThread);
-    model_.stages_[static_cast<size_t>(stage_++)].share(total, rounded_up(std::max<int64_t>(wanted, 1), granularity), work);
+    model_.stages_[static_cast<size_t>(stage_++)].share(total, rounded_up(std::max<int64_t>(wanted, 1), granularity),
+                                                        work);
   }
 
   void embed() {
@@ -182,16 +206,20 @@ class Model::Worker {
     project_qkv(layer);
     rotate(layer, index);
     attend(index);
-    multiply(*layer.output, model_.attended_.data(), query_stride, Epilogue::add, model_.hidden_.data(), hidden_stride(), data_or_null(layer.output_bias));
+    multiply(*layer.output, model_.attended_.data(), query_stride, Epilogue::add, model_.hidden_.data(),
+             hidden_stride(), data_or_null(layer.output_bias));
     normalize(layer.post_norm);
-    multiply(*layer.gate_up, model_.normed_.data(), normed_stride(), Epilogue::gate, model_.inner_.data(), activation_stride(shape_.intermediate_size), nullptr);
-    multiply(*layer.down, model_.inner_.data(), activation_stride(shape_.intermediate_size), Epilogue::add, model_.hidden_.data(), hidden_stride(), nullptr);
+    multiply(*layer.gate_up, model_.normed_.data(), normed_stride(), Epilogue::gate, model_.inner_.data(),
+             activation_stride(shape_.intermediate_size), nullptr);
+    multiply(*layer.down, model_.inner_.data(), activation_stride(shape_.intermediate_size), Epilogue::add,
+             model_.hidden_.data(), hidden_stride(), nullptr);
   }
 
   void normalize(const Floats& weight) {
     share(batch_.num_rows, 1, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row)
-        kernels_.rms_norm(hidden_row(row), weight.data(), shape_.hidden_size, shape_.norm_eps, shape_.compute, activation_row(model_.normed_, row, normed_stride()));
+        kernels_.rms_norm(hidden_row(row), weight.data(), shape_.hidden_size, shape_.norm_eps, shape_.compute,
+                          activation_row(model_.normed_, row, normed_stride()));
     });
   }
 
@@ -212,7 +240,9 @@ class Model::Worker {
         const int64_t num_panels = part.matrix.panels().num_panels();
         const int64_t begin = std::max(first - before, int64_t{0}), end = std::min(last - before, num_panels);
         if (begin < end)
-          multiply_panels(part.matrix, model_.normed_.data(), normed_stride(), Epilogue::store, float_row(model_.qkv_, 0, qkv_stride()) + part.first_column, qkv_stride(), data_or_null(part.bias), begin, end);
+          multiply_panels(part.matrix, model_.normed_.data(), normed_stride(), Epilogue::store,
+                          float_row(model_.qkv_, 0, qkv_stride()) + part.first_column, qkv_stride(),
+                          data_or_null(part.bias), begin, end);
         before += num_panels;
       }
     });
@@ -257,24 +287,27 @@ class Model::Worker {
     args.window = shape_.window;
     args.soft_cap = shape_.soft_cap;
     args.scratch = scratch_;
-    model_.stages_[static_cast<size_t>(stage_++)].share(static_cast<int64_t>(model_.tasks_.size()), 1, [&](int64_t number, int64_t) {
-      const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
-      args.first_row = task.first_row;
-      args.num_rows = task.num_rows;
-      args.start = task.start;
-      args.table = batch_.sequences[static_cast<size_t>(task.sequence)].table;
-      args.kv_head = task.kv_head;
-      kernels_.attention(args);
-    });
+    model_.stages_[static_cast<size_t>(stage_++)].share(
+        static_cast<int64_t>(model_.tasks_.size()), 1, [&](int64_t number, int64_t) {
+          const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
+          args.first_row = task.first_row;
+          args.num_rows = task.num_rows;
+          args.start = task.start;
+          args.table = batch_.sequences[static_cast<size_t>(task.sequence)].table;
+          args.kv_head = task.kv_head;
+          kernels_.attention(args);
+        });
   }
 
-  void multiply(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, std::byte* out, int64_t out_stride, const float* bias) {
+  void multiply(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, std::byte* out,
+                int64_t out_stride, const float* bias) {
     share(matrix.panels().num_panels(), epilogue == Epilogue::gate ? 2 : 1, [&](int64_t first, int64_t last) {
       multiply_panels(matrix, x, x_stride, epilogue, out, out_stride, bias, first, last);
     });
   }
 
-  void multiply_panels(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, void* out, int64_t out_stride, const float* bias, int64_t first, int64_t last) {
+  void multiply_panels(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, void* out,
+                       int64_t out_stride, const float* bias, int64_t first, int64_t last) {
     MatmulArgs args;
     args.x = x;
     args.x_stride = x_stride;
@@ -295,9 +328,13 @@ class Model::Worker {
   int64_t hidden_stride() const { return rounded_up(shape_.hidden_size, kPanelColumns); }
   int64_t normed_stride() const { return activation_stride(shape_.hidden_size); }
   int64_t qkv_stride() const { return rounded_up(shape_.qkv_columns(), kPanelColumns); }
-  float* float_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const { return reinterpret_cast<float*>(buffer.data()) + row * stride; }
+  float* float_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const {
+    return reinterpret_cast<float*>(buffer.data()) + row * stride;
+  }
   float* hidden_row(int64_t row) const { return float_row(model_.hidden_, row, hidden_stride()); }
-  std::byte* activation_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const { return buffer.data() + row * stride * model_.element_bytes(); }
+  std::byte* activation_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const {
+    return buffer.data() + row * stride * model_.element_bytes();
+  }
 
   Model& model_;
   const ModelShape& shape_;
@@ -316,7 +353,8 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
   make_room(batch.num_rows, num_threads);
   plan_attention(batch);
   const auto num_rows = static_cast<size_t>(batch.num_rows);
-  row_block_.resize(num_rows), row_offset_.resize(num_rows), row_position_.resize(num_rows), row_clears_rest_.resize(num_rows);
+  row_block_.resize(num_rows), row_offset_.resize(num_rows), row_position_.resize(num_rows),
+      row_clears_rest_.resize(num_rows);
   for (const Sequence& sequence : batch.sequences)
     for (int64_t index = 0; index < sequence.num_rows; ++index) {
       const auto row = static_cast<size_t>(sequence.first_row + index);
@@ -326,7 +364,8 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
       row_offset_[row] = position % pool.block_size;
       row_clears_rest_[row] = index + 1 == sequence.num_rows;
     }
-  for (int64_t stage = 0; stage <= kStagesOfLayer * shape_.num_layers; ++stage) stages_[static_cast<size_t>(stage)].reset();
+  for (int64_t stage = 0; stage <= kStagesOfLayer * shape_.num_layers; ++stage)
+    stages_[static_cast<size_t>(stage)].reset();
 #pragma omp parallel num_threads(num_threads)
   Worker(*this, batch, pool, omp_get_thread_num(), omp_get_num_threads()).run();
   num_rows_ = batch.num_rows;
@@ -334,9 +373,12 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
 
 void Model::logits(const std::vector<int64_t>& rows, float* out, int num_threads) {
   for (int64_t row : rows)
-    if (row < 0 || row >= num_rows_) throw std::out_of_range("row " + std::to_string(row) + " is not one of the " + std::to_string(num_rows_) + " of the last step");
+    if (row < 0 || row >= num_rows_)
+      throw std::out_of_range("row " + std::to_string(row) + " is not one of the " + std::to_string(num_rows_) +
+                              " of the last step");
   if (rows.empty()) return;
-  const int64_t stride = activation_stride(shape_.hidden_size), hidden_stride = rounded_up(shape_.hidden_size, kPanelColumns);
+  const int64_t stride = activation_stride(shape_.hidden_size),
+                hidden_stride = rounded_up(shape_.hidden_size, kPanelColumns);
   const auto num_rows = static_cast<int64_t>(rows.size());
   make_room(num_rows, num_threads);
   std::atomic<int64_t> next{0};
@@ -346,8 +388,9 @@ void Model::logits(const std::vector<int64_t>& rows, float* out, int num_threads
     const float* hidden = reinterpret_cast<const float*>(hidden_.data());
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < num_rows; ++index)
-      kernels_.rms_norm(hidden + rows[static_cast<size_t>(index)] * hidden_stride, weights_.final_norm.data(), shape_.hidden_size, shape_.norm_eps,
-                        shape_.compute, normed_.data() + index * stride * element_bytes());
+      kernels_.rms_norm(hidden + rows[static_cast<size_t>(index)] * hidden_stride, weights_.final_norm.data(),
+                        shape_.hidden_size, shape_.norm_eps, shape_.compute,
+                        normed_.data() + index * stride * element_bytes());
     const Panels& head = weights_.head->panels();
     MatmulArgs args;
     args.x = normed_.data();

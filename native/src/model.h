@@ -20,8 +20,8 @@ struct ModelShape {
   int64_t num_kv_heads = 0;
   int64_t head_size = 0;
   float norm_eps = 0;
-  int64_t window = 0;    // positions a query sees, itself included; 0: all
-  float soft_cap = 0;    // of attention scores; 0: none
+  int64_t window = 0;  // positions a query sees, itself included; 0: all
+  float soft_cap = 0;  // of attention scores; 0: none
   Gate gate = Gate::silu;
   Compute compute = Compute::f32;
 
@@ -34,14 +34,14 @@ using SharedMatrix = std::shared_ptr<const Matrix>;
 using Floats = std::vector<float>;  // empty: the model has none
 
 struct LayerWeights {
-  Floats input_norm, post_norm;           // [hidden]
-  SharedMatrix query, key, value;         // [columns, hidden]
+  Floats input_norm, post_norm;    // [hidden]
+  SharedMatrix query, key, value;  // [columns, hidden]
   Floats query_bias, key_bias, value_bias;
-  Floats query_norm, key_norm;            // [head size]
-  SharedMatrix output;                    // [hidden, query columns]
+  Floats query_norm, key_norm;  // [head size]
+  SharedMatrix output;          // [hidden, query columns]
   Floats output_bias;
-  SharedMatrix gate_up;                   // [2 * intermediate, hidden], panels of gate and up in turn
-  SharedMatrix down;                      // [hidden, intermediate]
+  SharedMatrix gate_up;  // [2 * intermediate, hidden], panels of gate and up in turn
+  SharedMatrix down;     // [hidden, intermediate]
 };
 
 struct ModelWeights {
@@ -55,7 +55,7 @@ struct ModelWeights {
 struct Sequence {
   int64_t first_row = 0;  // in the batch
   int64_t num_rows = 0;
-  int64_t start = 0;      // position of the first row
+  int64_t start = 0;  // position of the first row
   const int32_t* table = nullptr;
   int64_t table_size = 0;
 };
@@ -79,8 +79,8 @@ class Model {
   Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine, const Kernels& kernels);
 
   // Runs all layers over the batch, writing the KV of every row into the pool before any row of that layer is attended.
-  // The result stays in the model until the next step. Throws std::out_of_range when a token, a position or a block id is
-  // outside its range; nothing was written then.
+  // The result stays in the model until the next step. Throws std::out_of_range when a token, a position or a block id
+  // is outside its range; nothing was written then.
   void run(const Batch& batch, const Pool& pool, int num_threads);
 
   // Logits after the given rows of the last step: out is [rows][logits_stride()], columns from the vocabulary's size on

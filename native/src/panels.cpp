@@ -42,12 +42,17 @@ struct SourceFormat {
 
 SourceFormat format_of(Source source) {
   switch (source) {
-    case Source::f32: return {1, 4};
+    case Source::f32:
+      return {1, 4};
     case Source::f16:
-    case Source::bf16: return {1, 2};
-    case Source::q8_0: return {32, 34};
-    case Source::q4_0: return {32, 18};
-    case Source::q4_1: return {32, 20};
+    case Source::bf16:
+      return {1, 2};
+    case Source::q8_0:
+      return {32, 34};
+    case Source::q4_0:
+      return {32, 18};
+    case Source::q4_1:
+      return {32, 20};
   }
   throw std::invalid_argument("unknown source encoding");
 }
@@ -70,14 +75,22 @@ float element(Source source, const uint8_t* row, int64_t index) {
   const SourceFormat format = format_of(source);
   const uint8_t* block = row + index / format.elements * format.bytes;
   const int64_t at = index % format.elements;
-  const auto nibble = [&](const uint8_t* packed) { return static_cast<float>(at < 16 ? packed[at] & 15 : packed[at - 16] >> 4); };
+  const auto nibble = [&](const uint8_t* packed) {
+    return static_cast<float>(at < 16 ? packed[at] & 15 : packed[at - 16] >> 4);
+  };
   switch (source) {
-    case Source::f32: return read<float>(block);
-    case Source::f16: return half_to_float(read<uint16_t>(block));
-    case Source::bf16: return float_of_bits(static_cast<uint32_t>(read<uint16_t>(block)) << 16);
-    case Source::q8_0: return half_to_float(read<uint16_t>(block)) * static_cast<float>(static_cast<int8_t>(block[2 + at]));
-    case Source::q4_0: return half_to_float(read<uint16_t>(block)) * (nibble(block + 2) - 8.0f);
-    case Source::q4_1: return half_to_float(read<uint16_t>(block)) * nibble(block + 4) + half_to_float(read<uint16_t>(block + 2));
+    case Source::f32:
+      return read<float>(block);
+    case Source::f16:
+      return half_to_float(read<uint16_t>(block));
+    case Source::bf16:
+      return float_of_bits(static_cast<uint32_t>(read<uint16_t>(block)) << 16);
+    case Source::q8_0:
+      return half_to_float(read<uint16_t>(block)) * static_cast<float>(static_cast<int8_t>(block[2 + at]));
+    case Source::q4_0:
+      return half_to_float(read<uint16_t>(block)) * (nibble(block + 2) - 8.0f);
+    case Source::q4_1:
+      return half_to_float(read<uint16_t>(block)) * nibble(block + 4) + half_to_float(read<uint16_t>(block + 2));
   }
   return 0;
 }
@@ -116,11 +129,16 @@ int64_t source_row_bytes(Source source, int64_t num_inputs) {
 
 Encoding encoding_of(Source source, Compute compute) {
   switch (source) {
-    case Source::q8_0: return Encoding::q8_0;
-    case Source::q4_0: return Encoding::q4_0;
-    case Source::q4_1: return Encoding::q4_1;
-    case Source::bf16: return Encoding::bf16;  // every bfloat16 is a float32
-    default: return compute == Compute::bf16 ? Encoding::bf16 : Encoding::f32;
+    case Source::q8_0:
+      return Encoding::q8_0;
+    case Source::q4_0:
+      return Encoding::q4_0;
+    case Source::q4_1:
+      return Encoding::q4_1;
+    case Source::bf16:
+      return Encoding::bf16;  // every bfloat16 is a float32
+    default:
+      return compute == Compute::bf16 ? Encoding::bf16 : Encoding::f32;
   }
 }
 

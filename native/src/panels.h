@@ -14,7 +14,9 @@ class AlignedBuffer {
  public:
   AlignedBuffer() = default;
   explicit AlignedBuffer(int64_t num_bytes);
-  AlignedBuffer(AlignedBuffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr, other.size_ = 0; }
+  AlignedBuffer(AlignedBuffer&& other) noexcept : data_(other.data_), size_(other.size_) {
+    other.data_ = nullptr, other.size_ = 0;
+  }
   AlignedBuffer& operator=(AlignedBuffer&& other) noexcept;
   AlignedBuffer(const AlignedBuffer&) = delete;
   AlignedBuffer& operator=(const AlignedBuffer&) = delete;
@@ -42,8 +44,8 @@ class Matrix {
  public:
   Matrix(Encoding encoding, int64_t num_outputs, int64_t num_inputs);
 
-  // Packs one stored row as output `output`. The source must be one that encoding_of gives this matrix's encoding for, or
-  // any source when the encoding is f32 or bf16.
+  // Packs one stored row as output `output`. The source must be one that encoding_of gives this matrix's encoding for,
+  // or any source when the encoding is f32 or bf16.
   void pack_row(int64_t output, Source source, const uint8_t* row);
 
   const Panels& panels() const { return panels_; }

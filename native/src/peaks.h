@@ -7,14 +7,16 @@
 
 namespace giveway::GW_SET {
 
-// Independent sums: more than the latency of a multiply-add times the units that start one each cycle, and all in registers.
+// Independent sums: more than the latency of a multiply-add times the units that start one each cycle, and all in
+// registers.
 #if defined(__AVX512F__)
 inline constexpr int kPeakSums = 12;
 #else
 inline constexpr int kPeakSums = 6;
 #endif
 
-// The compiler must take the value for used, and for another one afterwards: nothing is computed beforehand or left out.
+// The compiler must take the value for used, and for another one afterwards: nothing is computed beforehand or left
+// out.
 GW_INLINE void keep(v16& x) {
 #if defined(__AVX512F__)
   __asm__ volatile("" : "+v"(x.lanes));

@@ -127,13 +127,11 @@ GIVEWAY_CLONED void widen_row(const float* logits, int64_t vocab, double* row) {
   for (int64_t i = 0; i < vocab; ++i) row[i] = logits[i];
 }
 
-GIVEWAY_CLONED void scale_row(const float* values, int64_t vocab, double largest, double temperature,
-                              double* scaled) {
+GIVEWAY_CLONED void scale_row(const float* values, int64_t vocab, double largest, double temperature, double* scaled) {
   scale(values, vocab, largest, temperature, scaled);
 }
 
-GIVEWAY_CLONED void scale_row(const double* values, int64_t vocab, double largest, double temperature,
-                              double* scaled) {
+GIVEWAY_CLONED void scale_row(const double* values, int64_t vocab, double largest, double temperature, double* scaled) {
   scale(values, vocab, largest, temperature, scaled);
 }
 
@@ -153,8 +151,7 @@ GIVEWAY_CLONED double sum_weights(const double* scaled, int64_t vocab, double li
   return sum;
 }
 
-GIVEWAY_CLONED int64_t count_before(const double* row, int64_t vocab, double value,
-                                         int64_t end_of_equals) {
+GIVEWAY_CLONED int64_t count_before(const double* row, int64_t vocab, double value, int64_t end_of_equals) {
   int64_t count = 0;
   for (int64_t i = 0; i < end_of_equals; ++i) count += row[i] >= value;
   for (int64_t i = end_of_equals; i < vocab; ++i) count += row[i] > value;
@@ -189,8 +186,8 @@ GIVEWAY_CLONED void sum_buckets(const double* scaled, int64_t vocab, double limi
   std::copy(all_sums, all_sums + Buckets::kCount, sums);
 }
 
-GIVEWAY_CLONED int64_t find_bucket(const double* scaled, int64_t count, Buckets buckets,
-                                        int32_t bucket, int32_t* places) {
+GIVEWAY_CLONED int64_t find_bucket(const double* scaled, int64_t count, Buckets buckets, int32_t bucket,
+                                   int32_t* places) {
   int64_t num_found = 0;
   for (int64_t i = 0; i < count; ++i) {
     places[i] = buckets.of(scaled[i]);

@@ -64,7 +64,6 @@ struct Buckets {
 void sum_buckets(const double* scaled, int64_t vocab, double limit, Buckets buckets, double* sums);
 
 // places [kPieceSize]: the bucket of each value of one piece. Returns how many are in `bucket`.
-int64_t find_bucket(const double* scaled, int64_t count, Buckets buckets, int32_t bucket,
-                         int32_t* places);
+int64_t find_bucket(const double* scaled, int64_t count, Buckets buckets, int32_t bucket, int32_t* places);
 
 }  // namespace giveway

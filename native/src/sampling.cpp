@@ -54,7 +54,8 @@ RowScratch scratch_of(std::byte* start, int64_t vocab) {
   std::byte* const entries = start + row_bytes(vocab);
   std::byte* const sums = entries + entry_bytes(vocab);
   std::byte* const counts = sums + sum_bytes(vocab);
-  return {reinterpret_cast<double*>(start), reinterpret_cast<int32_t*>(counts),
+  return {reinterpret_cast<double*>(start),
+          reinterpret_cast<int32_t*>(counts),
           {reinterpret_cast<Entry*>(entries), reinterpret_cast<double*>(sums)}};
 }
 
@@ -97,8 +98,7 @@ void penalize_repetition(const RowWishes& wishes, int64_t index, int64_t vocab, 
 }
 
 void penalize_output(const RowWishes& wishes, int64_t index, int64_t vocab, const RowScratch& scratch) {
-  for_each_known(wishes.output, index, vocab,
-                 [&](int64_t token, int64_t) { scratch.counts[token] = 0; });
+  for_each_known(wishes.output, index, vocab, [&](int64_t token, int64_t) { scratch.counts[token] = 0; });
   for_each_known(wishes.output, index, vocab, [&](int64_t token, int64_t) { ++scratch.counts[token]; });
   for_each_known(wishes.output, index, vocab, [&](int64_t token, int64_t) {
     if (scratch.counts[token] == 0) return;  // done
@@ -109,9 +109,8 @@ void penalize_output(const RowWishes& wishes, int64_t index, int64_t vocab, cons
 }
 
 void change_logits(const RowWishes& wishes, int64_t index, int64_t vocab, const RowScratch& scratch) {
-  for_each_known(wishes.forbidden, index, vocab, [&](int64_t token, int64_t) {
-    scratch.row[token] = -std::numeric_limits<double>::infinity();
-  });
+  for_each_known(wishes.forbidden, index, vocab,
+                 [&](int64_t token, int64_t) { scratch.row[token] = -std::numeric_limits<double>::infinity(); });
   for_each_known(wishes.biased, index, vocab,
                  [&](int64_t token, int64_t place) { scratch.row[token] += wishes.biases[place]; });
   if (wishes.repetition_penalty[index] != 1) penalize_repetition(wishes, index, vocab, scratch);
@@ -119,8 +118,8 @@ void change_logits(const RowWishes& wishes, int64_t index, int64_t vocab, const 
 }
 
 // The token of one row of finite logits, or -1 when all are forbidden. found: what scan_row said of the logits.
-int64_t choose_token(const float* logits, int64_t vocab, RowScan found, const RowWishes& wishes,
-                          int64_t index, const RowScratch& scratch) {
+int64_t choose_token(const float* logits, int64_t vocab, RowScan found, const RowWishes& wishes, int64_t index,
+                     const RowScratch& scratch) {
   const bool is_changed = changes_logits(wishes, index);
   if (is_changed) {
     widen_row(logits, vocab, scratch.row);

@@ -27,11 +27,16 @@ enum class Encoding : int { f32 = 0, bf16 = 1, q8_0 = 2, q4_0 = 3, q4_1 = 4 };
 //   q4_1  the same, float16 d[16], float16 m[16]
 constexpr int64_t panel_block_bytes(Encoding encoding) {
   switch (encoding) {
-    case Encoding::f32: return 2048;
-    case Encoding::bf16: return 1024;
-    case Encoding::q8_0: return 512 + 32;
-    case Encoding::q4_0: return 256 + 32;
-    case Encoding::q4_1: return 256 + 64;
+    case Encoding::f32:
+      return 2048;
+    case Encoding::bf16:
+      return 1024;
+    case Encoding::q8_0:
+      return 512 + 32;
+    case Encoding::q4_0:
+      return 256 + 32;
+    case Encoding::q4_1:
+      return 256 + 64;
   }
   return 0;
 }
@@ -70,7 +75,9 @@ struct KvLayout {
   int64_t panel_bytes() const { return kKvPanel * head_size * element_bytes(); }
   int64_t half_bytes() const { return block_size * head_size * element_bytes(); }  // K, or V, of one head
   int64_t block_bytes() const { return num_layers * num_kv_heads * 2 * half_bytes(); }
-  int64_t key_offset(int64_t layer, int64_t kv_head) const { return (layer * num_kv_heads + kv_head) * 2 * half_bytes(); }
+  int64_t key_offset(int64_t layer, int64_t kv_head) const {
+    return (layer * num_kv_heads + kv_head) * 2 * half_bytes();
+  }
   int64_t value_offset(int64_t layer, int64_t kv_head) const { return key_offset(layer, kv_head) + half_bytes(); }
 };
 

@@ -1,8 +1,9 @@
-// Sixteen float lanes, the unit of everything vectorised here: one register of AVX-512, two of AVX2, an array elsewhere.
-// The operations round alike on each, so a kernel written on them gives the same bits on every instruction set.
+// Sixteen float lanes, the unit of everything vectorised here: one register of AVX-512, two of AVX2, an array
+// elsewhere. The operations round alike on each, so a kernel written on them gives the same bits on every instruction
+// set.
 //
-// Included only by kernels_*.cpp, each compiled for its own set. Everything lies in a namespace named after the set and is
-// inlined: code compiled for AVX-512 must never be what the linker picks for another set.
+// Included only by kernels_*.cpp, each compiled for its own set. Everything lies in a namespace named after the set and
+// is inlined: code compiled for AVX-512 must never be what the linker picks for another set.
 #pragma once
 
 #include <cmath>
@@ -47,7 +48,9 @@ GW_INLINE v16 min(v16 a, v16 b) { return {_mm512_min_ps(a.lanes, b.lanes)}; }
 GW_INLINE v16 first_lanes(int count, v16 a, v16 b) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << count) - 1u), b.lanes, a.lanes)};
 }
-GW_INLINE v16 round_to_integer(v16 a) { return {_mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+GW_INLINE v16 round_to_integer(v16 a) {
+  return {_mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
 // 2 to the power of `exponent`, whole numbers from -126 to 127.
 GW_INLINE v16 power_of_two(v16 exponent) {
   const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(exponent.lanes), _mm512_set1_epi32(127));
@@ -291,7 +294,8 @@ GW_INLINE v16 load_i8(const int8_t* at) {
   return each([=](int i) { return static_cast<float>(at[i]); });
 }
 GW_INLINE v16_pair load_nibbles(const uint8_t* at) {
-  return {each([=](int i) { return static_cast<float>(at[i] & 15); }), each([=](int i) { return static_cast<float>(at[i] >> 4); })};
+  return {each([=](int i) { return static_cast<float>(at[i] & 15); }),
+          each([=](int i) { return static_cast<float>(at[i] >> 4); })};
 }
 GW_INLINE v16 round_bf16(v16 a) {
   return each([&](int i) {
@@ -346,14 +350,16 @@ GW_INLINE float sum_of_lanes(v16 x) {
 GW_INLINE float first_lane(v16 x) { return x.lanes[0]; }
 GW_INLINE float largest_lane(v16 x) {
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) x.lanes[lane] = x.lanes[lane] > x.lanes[lane + half] ? x.lanes[lane] : x.lanes[lane + half];
+    for (int lane = 0; lane < half; ++lane)
+      x.lanes[lane] = x.lanes[lane] > x.lanes[lane + half] ? x.lanes[lane] : x.lanes[lane + half];
   return x.lanes[0];
 }
 #endif
 
-// e to the power of x between -87 and 88, beyond that of the nearest of the two (so 1.6e-38 at least). Range reduction by
-// powers of two and a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method of
-// Cephes' expf (Moshier, 1989); the coefficients are those of the Taylor series, which the short range makes good enough.
+// e to the power of x between -87 and 88, beyond that of the nearest of the two (so 1.6e-38 at least). Range reduction
+// by powers of two and a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method
+// of Cephes' expf (Moshier, 1989); the coefficients are those of the Taylor series, which the short range makes good
+// enough.
 GW_INLINE v16 exp(v16 x) {
   const v16 clipped = max(min(x, broadcast(88.0f)), broadcast(-87.0f));
   const v16 power = round_to_integer(mul(clipped, broadcast(1.44269504f)));

@@ -9,10 +9,10 @@
 
 namespace giveway {
 
-// Not a barrier: whoever finds no work left waits until every piece is *done*, not until every thread has come. So a thread
-// that another process has pushed off its core holds nobody up unless it stopped in the middle of a piece; when it comes
-// back it walks through the finished stages and joins the others. A step has hundreds of stages: on busy cores, barriers
-// made it tens of times slower.
+// Not a barrier: whoever finds no work left waits until every piece is *done*, not until every thread has come. So a
+// thread that another process has pushed off its core holds nobody up unless it stopped in the middle of a piece; when
+// it comes back it walks through the finished stages and joins the others. A step has hundreds of stages: on busy
+// cores, barriers made it tens of times slower.
 class alignas(64) WorkCounter {
  public:
   void reset() {

@@ -17,14 +17,18 @@ constexpr int64_t kAttentionRows = 16;   // likewise
 
 int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-int64_t activation_bytes(const Kernels& kernels, Compute compute) { return compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4; }
+int64_t activation_bytes(const Kernels& kernels, Compute compute) {
+  return compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4;
+}
 
 Rows activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns) {
-  return Rows(rounded_up(num_rows, kernels.row_multiple), activation_stride(num_columns), activation_bytes(kernels, compute));
+  return Rows(rounded_up(num_rows, kernels.row_multiple), activation_stride(num_columns),
+              activation_bytes(kernels, compute));
 }
 
 Rows product_out(const Kernels& kernels, const ProductShape& shape) {
-  if (shape.epilogue == Epilogue::gate) return activations(kernels, shape.compute, shape.num_rows, shape.num_outputs / 2);
+  if (shape.epilogue == Epilogue::gate)
+    return activations(kernels, shape.compute, shape.num_rows, shape.num_outputs / 2);
   return Rows(rounded_up(shape.num_rows, kernels.row_multiple), shape.num_outputs, 4);
 }
 
@@ -48,7 +52,9 @@ double Workload::run(int64_t num_turns, int num_threads) {
     const uint32_t state = kernels_.enter();
     std::byte* own = scratch.data() + omp_get_thread_num() * scratch_bytes_;
     for (int64_t turn = 0; turn < num_turns; ++turn)
-      turns[static_cast<size_t>(turn)].share(sharing_.total, piece, [&](int64_t first, int64_t last) { compute(num_turns_done_ + turn, first, last, own); });
+      turns[static_cast<size_t>(turn)].share(sharing_.total, piece, [&](int64_t first, int64_t last) {
+        compute(num_turns_done_ + turn, first, last, own);
+      });
     kernels_.leave(state);
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
@@ -70,9 +76,13 @@ Rows::Rows(int64_t num_rows, int64_t row_stride, int64_t element_bytes)
   }
 }
 
-ProductWorkload::ProductWorkload(const Kernels& kernels, std::shared_ptr<const Matrix> matrix, const ProductShape& shape)
-    : Workload(kernels, {shape.num_outputs / kPanelColumns, shape.epilogue == Epilogue::gate ? 2 : 1}, kernels.matmul_scratch_bytes(matrix->panels().num_inputs)),
-      matrix_(std::move(matrix)), shape_(shape), x_(activations(kernels, shape.compute, shape.num_rows, matrix_->panels().num_inputs)),
+ProductWorkload::ProductWorkload(const Kernels& kernels, std::shared_ptr<const Matrix> matrix,
+                                 const ProductShape& shape)
+    : Workload(kernels, {shape.num_outputs / kPanelColumns, shape.epilogue == Epilogue::gate ? 2 : 1},
+               kernels.matmul_scratch_bytes(matrix->panels().num_inputs)),
+      matrix_(std::move(matrix)),
+      shape_(shape),
+      x_(activations(kernels, shape.compute, shape.num_rows, matrix_->panels().num_inputs)),
       out_(product_out(kernels, shape)) {}
 
 void ProductWorkload::compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const {
@@ -99,9 +109,14 @@ void ProductWorkload::compute(int64_t turn, int64_t first, int64_t last, std::by
 AttentionWorkload::AttentionWorkload(const Kernels& kernels, const AttentionShape& shape)
     : Workload(kernels, {shape.num_sequences * pieces_of_rows(shape.num_rows) * shape.num_kv_heads, 1, 1},
                kernels.attention_scratch_bytes(shape.layout(), shape.num_heads / shape.num_kv_heads)),
-      shape_(shape), queries_(activations(kernels, shape.compute, shape.num_sequences * shape.num_rows, shape.num_heads * shape.head_size)),
-      out_(activations(kernels, shape.compute, shape.num_sequences * shape.num_rows, shape.num_heads * shape.head_size)), pool_(pool_of(shape)) {
-  for (int64_t block = 0; block < shape.num_sequences * shape.blocks_of_sequence(); ++block) tables_.push_back(static_cast<int32_t>(block));
+      shape_(shape),
+      queries_(
+          activations(kernels, shape.compute, shape.num_sequences * shape.num_rows, shape.num_heads * shape.head_size)),
+      out_(
+          activations(kernels, shape.compute, shape.num_sequences * shape.num_rows, shape.num_heads * shape.head_size)),
+      pool_(pool_of(shape)) {
+  for (int64_t block = 0; block < shape.num_sequences * shape.blocks_of_sequence(); ++block)
+    tables_.push_back(static_cast<int32_t>(block));
 }
 
 // Units: pieces of a sequence's rows, the last and longest first as in a step, and of these the KV heads.
@@ -131,17 +146,24 @@ void AttentionWorkload::compute(int64_t, int64_t first, int64_t last, std::byte*
 }
 
 NormWorkload::NormWorkload(const Kernels& kernels, int64_t num_rows, int64_t size, Compute compute)
-    : Workload(kernels, {num_rows}, 0), compute_(compute), rows_(num_rows, size, 4), weight_(1, size, 4),
+    : Workload(kernels, {num_rows}, 0),
+      compute_(compute),
+      rows_(num_rows, size, 4),
+      weight_(1, size, 4),
       out_(activations(kernels, compute, num_rows, size)) {}
 
 void NormWorkload::compute(int64_t, int64_t first, int64_t last, std::byte*) const {
   for (int64_t row = first; row < last; ++row)
-    kernels_.rms_norm(reinterpret_cast<const float*>(rows_.row(row)), reinterpret_cast<const float*>(weight_.row(0)), rows_.stride, 1e-5f, compute_, out_.row(row));
+    kernels_.rms_norm(reinterpret_cast<const float*>(rows_.row(row)), reinterpret_cast<const float*>(weight_.row(0)),
+                      rows_.stride, 1e-5f, compute_, out_.row(row));
 }
 
 RotationWorkload::RotationWorkload(const Kernels& kernels, const AttentionShape& shape)
-    : Workload(kernels, {shape.num_rows}, 0), shape_(shape), qkv_(shape.num_rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size, 4),
-      angles_(shape.num_rows, shape.head_size, 4), queries_(activations(kernels, shape.compute, shape.num_rows, shape.num_heads * shape.head_size)),
+    : Workload(kernels, {shape.num_rows}, 0),
+      shape_(shape),
+      qkv_(shape.num_rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size, 4),
+      angles_(shape.num_rows, shape.head_size, 4),
+      queries_(activations(kernels, shape.compute, shape.num_rows, shape.num_heads * shape.head_size)),
       pool_(pool_of(shape)) {}
 
 void RotationWorkload::compute(int64_t, int64_t first, int64_t last, std::byte*) const {

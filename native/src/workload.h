@@ -1,5 +1,5 @@
-// One kind of kernel over and over, shared out among threads as a step shares it: what `giveway bench kernels` times. A step
-// itself never comes here.
+// One kind of kernel over and over, shared out among threads as a step shares it: what `giveway bench kernels` times. A
+// step itself never comes here.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class Workload {
   // How a turn is shared out: units of work, and how many of them a thread takes at a time.
   struct Sharing {
     int64_t total;
-    int64_t granularity = 1;                 // pieces are multiples of this
+    int64_t granularity = 1;  // pieces are multiples of this
     int64_t largest_piece = int64_t{1} << 62;
   };
 
@@ -62,8 +62,8 @@ struct ProductShape {
   Epilogue epilogue = Epilogue::store;
 };
 
-// A product with num_outputs of the matrix's outputs. Every turn takes the next ones: with a matrix larger than the caches
-// the weights come from memory, as in a step.
+// A product with num_outputs of the matrix's outputs. Every turn takes the next ones: with a matrix larger than the
+// caches the weights come from memory, as in a step.
 class ProductWorkload : public Workload {
  public:
   ProductWorkload(const Kernels& kernels, std::shared_ptr<const Matrix> matrix, const ProductShape& shape);
