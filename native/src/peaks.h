@@ -32,7 +32,10 @@ template <typename Multiply>
 GW_INLINE void multiply_in_registers(int64_t rounds, Multiply multiply) {
   v16 sums[kPeakSums];
 #pragma GCC unroll 16
-  for (v16& sum : sums) sum = zero();
+  for (v16& sum : sums) {
+    sum = zero();
+    keep(sum);  // or the compiler would see that all are the same, and compute one
+  }
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 16
     for (v16& sum : sums) sum = multiply(sum);
