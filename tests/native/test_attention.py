@@ -66,6 +66,18 @@ def test_no_chunking_no_block_table_no_block_size_and_no_instruction_set_changes
             assert_same_bits(rows, wanted.setdefault(keeps_the_order(isa, compute), rows))
 
 
+@computes
+def test_numbers_too_small_for_float32_vanish_alike_on_every_set_and_in_every_chunking(compute: str) -> None:
+    # Goal: sums of both signs at the least that float32 has without denormal numbers, and zeros of both signs.
+    request = Request(Shape(group_size=3, compute=compute, window=40), num_tokens=120)
+    request.qkv[:, -2 * 64 :] *= np.float32(3e-38)
+    wanted: dict[bool, Floats] = {}
+    for isa in SETS:
+        for lengths in ([], [1] * 119, [50, 1, 30]):
+            rows = Memory(request.shape).attend_in_chunks(request, lengths, isa)
+            assert_same_bits(rows, wanted.setdefault(keeps_the_order(isa, compute), rows))
+
+
 @sets
 @computes
 def test_what_lay_in_the_pool_before_reaches_no_sum(compute: str, isa: str) -> None:
