@@ -15,9 +15,12 @@ needs_kernels = pytest.mark.skipif(not native.is_installed(), reason="the packag
 
 NAMES = [pytest.param("torch"), pytest.param("native", marks=needs_kernels)]
 
+# What computes by default is tried every day, the other backend on the long round: it takes several times as long.
+_not_every_day = [pytest.mark.long] if native.is_installed() else []
+
 # Everything that an answer may not depend on is tried on each of these.
 OPTIONS = [
-    pytest.param(EngineOptions(device="cpu", backend="torch"), id="torch"),
+    pytest.param(EngineOptions(device="cpu", backend="torch"), id="torch", marks=_not_every_day),
     pytest.param(EngineOptions(device="cpu", backend="native", dtype="float32"), id="native", marks=needs_kernels),
     pytest.param(
         EngineOptions(device="cpu", backend="native", dtype="bfloat16"), id="native-bf16", marks=needs_kernels
