@@ -3,7 +3,7 @@
 from giveway import LLM, SamplingParams
 
 # The tiny model has random weights and its text means nothing; who gives way is decided as with any other model.
-with LLM("tiny", block_size=4, num_kv_blocks=16, max_num_seqs=4, max_model_len=64) as llm:
+with LLM("tiny", num_kv_blocks=6, max_num_seqs=4, max_model_len=64) as llm:
     prompts = ["background work number one", "background work number two", "urgent: what time is it?"]
     outputs = llm.generate(
         prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True), priorities=[20, 20, 0]

@@ -29,7 +29,8 @@ ABSENT = "the native kernels are not installed. Install them"
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend what is installed: machine(kernels=..., torch=..., cuda=...)."""
 
-    def pretend(*, kernels: bool = True, pytorch: bool = True, cuda: bool = False) -> None:
+    def pretend(*, kernels: bool = True, pytorch: bool = True, cuda: bool = False, slow: bool = False) -> None:
+        monkeypatch.setattr(native, "is_slow_here", lambda: slow)
         monkeypatch.setattr(native, "is_installed", lambda: kernels)
         monkeypatch.setattr(native, "missing_reason", lambda: None if kernels else ABSENT)
         monkeypatch.setattr(torch, "is_installed", lambda: pytorch)
@@ -54,6 +55,14 @@ def test_the_kernels_compute_where_they_are_installed_and_can(machine: Any, pyto
 def test_pytorch_computes_where_the_kernels_are_not_installed(machine: Any) -> None:
     machine(kernels=False)
     assert chosen(CPU) == BackendChoice(BackendName.TORCH, ABSENT)
+
+
+def test_pytorch_computes_on_a_processor_for_which_the_kernels_have_plain_code_only(machine: Any) -> None:
+    machine(slow=True)
+    assert (chosen(CPU).name, "lacks AVX2" in chosen(CPU).reason) == (BackendName.TORCH, True)
+    assert chosen(replace(CPU, backend="native")).name is BackendName.NATIVE
+    machine(slow=True, pytorch=False)
+    assert chosen(CPU).name is BackendName.NATIVE
 
 
 def test_pytorch_computes_on_a_gpu_unless_the_cpu_or_the_kernels_are_named(machine: Any) -> None:

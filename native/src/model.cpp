@@ -125,27 +125,29 @@ void Model::check(const Batch& batch, const Pool& pool) const {
   if (next_row != batch.num_rows) throw std::out_of_range("the sequences do not cover the rows of the batch");
 }
 
-void Model::make_room(int64_t num_rows, int num_threads) {
-  const int64_t layout_scratch =
+void Model::make_scratch(int num_threads) {
+  const int64_t of_attention =
       kernels_.attention_scratch_bytes(kv_layout(kKvPanel), shape_.num_heads / shape_.num_kv_heads);
   const int64_t widest = std::max({shape_.hidden_size, shape_.query_columns(), shape_.intermediate_size});
-  scratch_bytes_ = rounded_up(std::max(layout_scratch, kernels_.matmul_scratch_bytes(widest)), 64);
+  scratch_bytes_ = rounded_up(std::max(of_attention, kernels_.matmul_scratch_bytes(widest)), 64);
   if (scratch_.size() < scratch_bytes_ * num_threads) scratch_ = AlignedBuffer(scratch_bytes_ * num_threads);
+}
+
+void Model::make_room(int64_t num_rows) {
   if (num_rows <= capacity_) return;
-  capacity_ = rounded_up(std::max(num_rows, 2 * capacity_), std::max<int64_t>(16, kernels_.row_multiple));
-  const auto floats = [&](int64_t columns) {
-    return AlignedBuffer(capacity_ * rounded_up(columns, kPanelColumns) * 4);
-  };
+  const int64_t capacity = rounded_up(std::max(num_rows, 2 * capacity_), std::max<int64_t>(16, kernels_.row_multiple));
+  const auto floats = [&](int64_t columns) { return AlignedBuffer(capacity * rounded_up(columns, kPanelColumns) * 4); };
   const auto activations = [&](int64_t columns) {
-    return AlignedBuffer(capacity_ * activation_stride(columns) * element_bytes());
+    return AlignedBuffer(capacity * activation_stride(columns) * element_bytes());
   };
-  AlignedBuffer hidden = floats(shape_.hidden_size);
-  hidden_ = std::move(hidden);
+  capacity_ = 0;  // until there is room in all of them: memory may run out on the way
+  hidden_ = floats(shape_.hidden_size);
   normed_ = activations(shape_.hidden_size);
   qkv_ = floats(shape_.qkv_columns());
   queries_ = activations(shape_.query_columns());
   attended_ = activations(shape_.query_columns());
   inner_ = activations(shape_.intermediate_size);
+  capacity_ = capacity;
 }
 
 void Model::plan_attention(const Batch& batch) {
@@ -350,7 +352,9 @@ class Model::Worker {
 void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
   check(batch, pool);
   if (batch.num_rows == 0) return;
-  make_room(batch.num_rows, num_threads);
+  num_rows_ = 0;  // what the last step left is gone from here on
+  make_scratch(num_threads);
+  make_room(batch.num_rows);
   plan_attention(batch);
   const auto num_rows = static_cast<size_t>(batch.num_rows);
   row_block_.resize(num_rows), row_offset_.resize(num_rows), row_position_.resize(num_rows),
@@ -376,11 +380,16 @@ void Model::logits(const std::vector<int64_t>& rows, float* out, int num_threads
     if (row < 0 || row >= num_rows_)
       throw std::out_of_range("row " + std::to_string(row) + " is not one of the " + std::to_string(num_rows_) +
                               " of the last step");
-  if (rows.empty()) return;
+  make_scratch(num_threads);
+  const auto num_rows = static_cast<int64_t>(rows.size());
+  for (int64_t first = 0; first < num_rows; first += capacity_)  // a row may be asked for more than once
+    multiply_head(rows.data() + first, std::min(capacity_, num_rows - first), out + first * logits_stride(),
+                  num_threads);
+}
+
+void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int num_threads) {
   const int64_t stride = activation_stride(shape_.hidden_size),
                 hidden_stride = rounded_up(shape_.hidden_size, kPanelColumns);
-  const auto num_rows = static_cast<int64_t>(rows.size());
-  make_room(num_rows, num_threads);
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(num_threads)
   {
@@ -388,9 +397,8 @@ void Model::logits(const std::vector<int64_t>& rows, float* out, int num_threads
     const float* hidden = reinterpret_cast<const float*>(hidden_.data());
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < num_rows; ++index)
-      kernels_.rms_norm(hidden + rows[static_cast<size_t>(index)] * hidden_stride, weights_.final_norm.data(),
-                        shape_.hidden_size, shape_.norm_eps, shape_.compute,
-                        normed_.data() + index * stride * element_bytes());
+      kernels_.rms_norm(hidden + rows[index] * hidden_stride, weights_.final_norm.data(), shape_.hidden_size,
+                        shape_.norm_eps, shape_.compute, normed_.data() + index * stride * element_bytes());
     const Panels& head = weights_.head->panels();
     MatmulArgs args;
     args.x = normed_.data();

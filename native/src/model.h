@@ -100,8 +100,10 @@ class Model {
   class Worker;
 
   void check(const Batch& batch, const Pool& pool) const;
-  void make_room(int64_t num_rows, int num_threads);
+  void make_scratch(int num_threads);
+  void make_room(int64_t num_rows);
   void plan_attention(const Batch& batch);
+  void multiply_head(const int64_t* rows, int64_t num_rows, float* out, int num_threads);  // at most capacity_ rows
   int64_t element_bytes() const { return shape_.compute == Compute::bf16 && kernels_.packs_bf16 ? 2 : 4; }
   int64_t num_positions() const { return static_cast<int64_t>(cosine_.size()) / (shape_.head_size / 2); }
 

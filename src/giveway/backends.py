@@ -50,6 +50,8 @@ def choose_backend(options: EngineOptions, config: ModelConfig) -> BackendChoice
         )
     missing = native.missing_reason()
     reason = missing or native.unsupported_reason(config, options)
+    if reason is None and torch.is_installed() and native.is_slow_here():
+        reason = "the processor lacks AVX2, without which the native kernels are slow; --backend native chooses them"
     if reason is None:
         other = "--backend torch chooses PyTorch" if torch.is_installed() else "PyTorch is not installed"
         return BackendChoice(BackendName.NATIVE, f"installed, and can run this model; {other}")

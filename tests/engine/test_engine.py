@@ -477,7 +477,7 @@ def test_a_step_inside_a_step_and_a_closed_engine_are_told_clearly() -> None:
 
 def test_an_engine_that_is_not_exact_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     for exact in (True, False):
-        LLM("tiny", device="cpu", num_kv_blocks=64, exact=exact).close()
+        LLM("tiny", device="cpu", backend="torch", num_kv_blocks=64, exact=exact).close()
     told = [record.getMessage() for record in caplog.records if "not exact" in record.getMessage()]
     assert told == ["not exact: an answer may depend on batch mates, chunking and preemption (--exact promises not)"]
 

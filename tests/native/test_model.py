@@ -152,6 +152,14 @@ def test_logits_of_some_rows_in_any_order_are_those_of_all_rows(small_model: Sma
         runner.model.logits(np.zeros(5, np.int64), out, 1)
 
 
+def test_one_row_may_be_asked_for_more_often_than_the_step_had_rows(small_model: SmallModel, isa: str) -> None:
+    runner = Runner(small_model.pack(compute="f32", isa=isa))
+    expected = runner.logits(Chunk(TOKENS[:3], 0, TABLE))
+    out = np.empty((70, runner.model.logits_stride), np.float32)
+    runner.model.logits(np.full(70, 2, np.int64), out, 1)
+    assert_same_bits(out[:, : SHAPE["vocab_size"]].copy(), np.repeat(expected[2:], 70, axis=0))
+
+
 def with_nan_embedding(model: SmallModel, token: int) -> SmallModel:
     values = model.embedding.values.copy()
     values[token] = np.nan

@@ -130,8 +130,8 @@ def bench_tax(
     with tempfile.TemporaryDirectory() as directory:
         options, profile = _with_pinned_profile(options, Path(directory))
         dry_options = replace(options, model=None, device="dry")
-        # The backend is chosen with the block size known: not every one takes the few tokens of a small storm's blocks.
-        dry, real = load_model(dry_options), load_model(replace(options, block_size=scaled.block_size))
+        # PyTorch: the native kernels do not take the few tokens of a small storm's blocks.
+        dry, real = load_model(dry_options), load_model(replace(options, backend="torch", block_size=scaled.block_size))
         rows = [
             _row("dry", share, name, run, run.modelled_s)
             for share, name, run in _runs(dry, dry_options, storm, shares, policies, profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Protocol
 
 from giveway.core.errors import ConfigError, MissingDependencyError
@@ -54,6 +55,16 @@ def missing_reason() -> str | None:
     except RuntimeError as error:
         return f"GIVEWAY_KERNELS_ISA names what cannot run here: {error}"
     return None
+
+
+def is_slow_here() -> bool:
+    """Whether only the plain C++ of the kernels runs on this processor, and nobody asked for it.
+
+    Without fused multiply-adds that is many times slower than any tensor library. The kernels can be loaded.
+    """
+    import giveway_kernels
+
+    return "GIVEWAY_KERNELS_ISA" not in os.environ and giveway_kernels.chosen_instruction_set() == "scalar"
 
 
 def unsupported_reason(config: ModelConfig, settings: Settings) -> str | None:
