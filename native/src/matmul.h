@@ -21,7 +21,7 @@ namespace giveway::GW_SET {
 #if defined(__AVX512F__)
 inline constexpr int kDirectRows = 6;
 #elif defined(__AVX2__)
-inline constexpr int kDirectRows = 2;
+inline constexpr int kDirectRows = 3;
 #else
 inline constexpr int kDirectRows = 2;
 #endif

@@ -138,7 +138,8 @@ GW_INLINE void multiply_in_turn(const Strip& strip) {
 }
 
 template <int rows, int panels>
-static void multiply_strip(const Strip& strip) {
+static void multiply_strip(const Strip& shared) {
+  const Strip strip = shared;  // a copy that nobody else can point to, so that it stays in registers
   if constexpr (2 * rows * panels <= kAccumulators) {
     multiply_side_by_side<rows, panels>(strip);
   } else {
@@ -146,13 +147,13 @@ static void multiply_strip(const Strip& strip) {
   }
 }
 
-// How many of `left` rows the next tile takes: as many as it can, but so that no tile at the end is too small to keep
-// the processor busy (five and three rather than six and two).
+// How many of `left` rows the next tile takes: as many as it can, but so that no tile at the end is too small to keep the
+// processor busy. On AVX2 those are the tiles of 1, 2 and 4 rows: 3 rows have both chains of a block at once.
 GW_INLINE int64_t choose_tile_rows(int64_t left) {
   if (left <= kTileRows) return left;
-  const int64_t rest = left % kTileRows;
-  if (rest == 0 || 2 * rest >= kTileRows) return kTileRows;
-  return left > 2 * kTileRows ? kTileRows - 1 : (left + 1) / 2;
+  if (left >= 2 * kTileRows) return left % kTileRows == 0 || 2 * (left % kTileRows) >= kTileRows ? kTileRows : kTileRows - 1;
+  if (kTileRows == 6 && (left == 8 || left == 9)) return left - 3;
+  return (left + 1) / 2;
 }
 
 using StripFunction = void (*)(const Strip&);
