@@ -147,11 +147,12 @@ static void multiply_strip(const Strip& shared) {
   }
 }
 
-// How many of `left` rows the next tile takes: as many as it can, but so that no tile at the end is too small to keep the
-// processor busy. On AVX2 those are the tiles of 1, 2 and 4 rows: 3 rows have both chains of a block at once.
+// How many of `left` rows the next tile takes: as many as it can, but so that no tile at the end is too small to keep
+// the processor busy. On AVX2 those are the tiles of 1, 2 and 4 rows: 3 rows have both chains of a block at once.
 GW_INLINE int64_t choose_tile_rows(int64_t left) {
   if (left <= kTileRows) return left;
-  if (left >= 2 * kTileRows) return left % kTileRows == 0 || 2 * (left % kTileRows) >= kTileRows ? kTileRows : kTileRows - 1;
+  if (left >= 2 * kTileRows)
+    return left % kTileRows == 0 || 2 * (left % kTileRows) >= kTileRows ? kTileRows : kTileRows - 1;
   if (kTileRows == 6 && (left == 8 || left == 9)) return left - 3;
   return (left + 1) / 2;
 }
