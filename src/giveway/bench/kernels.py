@@ -46,6 +46,9 @@ from giveway.runtime.native import choose_dtype
 
 _MIB = 1 << 20
 _BLOCKS_COPIED = 32  # 512 tokens
+_READ_BYTES = 16 * _MIB  # at a time, of what no cache holds
+_MULTIPLY_S = 0.001
+_PEAKS_AT_A_TIME = 4
 _ROWS_MOVED = 8192  # of norms and rotations: more than the caches hold
 
 
@@ -123,22 +126,24 @@ class Operation:
 
 
 class PeakMeter:
-    """Measures the peaks, again and again."""
+    """Measures the peaks, again and again, each time for about a millisecond: others may want the core by then."""
 
-    def __init__(self, setting: Setting, num_bytes: int, measured_s: float) -> None:
+    def __init__(self, setting: Setting, num_bytes: int) -> None:
         self._setting = setting
-        self._buffer = np.ones(num_bytes, np.uint8)
-        self._measured_s = measured_s
+        size = min(num_bytes, _READ_BYTES)
+        buffer = np.ones(num_bytes, np.uint8)
+        self._parts = cycle([buffer[start : start + size] for start in range(0, num_bytes - size + 1, size)])
         self.read: list[float] = []  # bytes per second
         self.multiplied: list[float] = []  # operations per second
 
     def measure(self) -> None:
-        """Take both peaks once."""
+        """Take both peaks a few times."""
         isa, num_threads = self._setting.isa, self._setting.num_threads
-        self.read.append(read_peak(self._buffer, isa=isa, num_threads=num_threads))
-        self.multiplied.append(
-            multiply_peak(self._setting.compute, isa=isa, num_threads=num_threads, seconds=self._measured_s)
-        )
+        for _ in range(_PEAKS_AT_A_TIME):
+            self.read.append(read_peak(next(self._parts), isa=isa, num_threads=num_threads))
+            self.multiplied.append(
+                multiply_peak(self._setting.compute, isa=isa, num_threads=num_threads, seconds=_MULTIPLY_S)
+            )
 
     @property
     def best(self) -> Peaks:
@@ -158,7 +163,7 @@ def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
 
 def bench_kernels(setting: Setting, *, sizes: Sizes = FULL, num_rounds: int = 7) -> Report:
     """Measure everything in turn, num_rounds times; shares of the floor are medians of the rounds."""
-    meter = PeakMeter(setting, sizes.buffer_bytes, sizes.measured_s)
+    meter = PeakMeter(setting, sizes.buffer_bytes)
     decoder = RandomDecoder(
         sizes.shape, sizes.batches, compute=setting.compute, isa=setting.isa, num_threads=setting.num_threads
     )
