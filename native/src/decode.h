@@ -5,6 +5,17 @@
 
 namespace giveway::GW_SET {
 
+constexpr bool is_read_plainly(Encoding encoding) { return encoding == Encoding::f32 || encoding == Encoding::bf16; }
+
+// Asks for the memory of a block some blocks ahead (panels follow each other). Decoding takes so long per byte that the
+// processor does not look far enough ahead by itself; where weights are not decoded it does, and is only disturbed.
+template <Encoding encoding>
+GW_INLINE void prefetch_ahead(const std::byte* block) {
+  constexpr int64_t kBytesAhead = 4096, kLineBytes = 64;
+  if constexpr (is_read_plainly(encoding)) return;
+  for (int64_t at = 0; at < panel_block_bytes(encoding); at += kLineBytes) __builtin_prefetch(block + kBytesAhead + at);
+}
+
 // The weights of one panel block that belong to inputs 2 * pair and 2 * pair + 1, rounded if the compute type asks for
 // it. Products d * q are exact in float32 (11 bits by at most 8), so fusing d * q + m rounds as the two operations
 // would.

@@ -1,8 +1,7 @@
 // Products of activations with packed weights. Included by kernels_*.cpp only.
 //
 // Up to kDirectRows rows: weights are decoded in registers, straight into the product. More rows: a strip of a panel is
-// decoded to float32 once (it stays in the first cache) and then multiplied with all rows of a chunk (in the second
-// cache).
+// decoded to float32 once and then multiplied with all rows of a chunk; both stay in the second cache.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +24,8 @@ inline constexpr int kDirectRows = 3;
 #else
 inline constexpr int kDirectRows = 2;
 #endif
-inline constexpr int64_t kStripBlocks = 24;                 // blocks of a panel that are decoded at a time: 48 KiB
+// Blocks of a panel that are decoded at a time: 48 KiB. Strips of 16 KiB, which the first cache would hold, are slower.
+inline constexpr int64_t kStripBlocks = 24;
 inline constexpr int64_t kChunkRows = 192;                  // rows that share what was decoded, at most
 inline constexpr int64_t kChunkBytes = int64_t{384} << 10;  // of these rows' activations
 
@@ -42,17 +42,6 @@ static int64_t matmul_scratch_bytes([[maybe_unused]] int64_t num_inputs) {
 #else
   return bytes;
 #endif
-}
-
-constexpr bool is_read_plainly(Encoding encoding) { return encoding == Encoding::f32 || encoding == Encoding::bf16; }
-
-// Asks for the memory of a block some blocks ahead (panels follow each other). Decoding takes so long per byte that the
-// processor does not look far enough ahead by itself; where weights are not decoded it does, and is only disturbed.
-template <Encoding encoding>
-GW_INLINE void prefetch_ahead(const std::byte* block) {
-  constexpr int64_t kBytesAhead = 4096, kLineBytes = 64;
-  if constexpr (is_read_plainly(encoding)) return;
-  for (int64_t at = 0; at < panel_block_bytes(encoding); at += kLineBytes) __builtin_prefetch(block + kBytesAhead + at);
 }
 
 // One panel by `rows` rows; totals [rows][kTotalsStride].

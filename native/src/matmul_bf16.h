@@ -45,6 +45,7 @@ GW_INLINE __m512i as_pairs(v16_pair weights) {
 template <Encoding encoding>
 static void decode_pairs(const std::byte* data, int64_t num_blocks, uint16_t* pairs) {
   for (int64_t index = 0; index < num_blocks; ++index, data += panel_block_bytes(encoding)) {
+    prefetch_ahead<encoding>(data);
     const auto block = PanelBlock<encoding, Compute::f32>::open(data);
     for (int64_t pair = 0; pair < kBlockK / 2; ++pair, pairs += 2 * kPanelColumns)
       _mm512_store_si512(pairs, as_pairs<encoding>(block.pair(pair)));

@@ -1,7 +1,8 @@
 // Products of a few rows with one or two panels whose weights lie there as float32. Included by kernels_*.cpp only.
 //
-// The order of adding is that of the README ("block order"). Within a block the chain of the even inputs and that of
-// the odd ones are independent, so a tile may run them side by side or one after the other, as its registers allow.
+// The order of adding is that of docs/decisions/0010-native-kernels.md. Within a block the chain of the even inputs and
+// that of the odd ones are independent, so a tile may run them side by side or one after the other, as its registers
+// allow.
 #pragma once
 
 #include <algorithm>
@@ -35,17 +36,16 @@ struct Strip {
   const float* weights;  // [panels, panel_stride apart][blocks][32 inputs][16 columns]
   int64_t panel_stride;
   int64_t num_blocks;
-  float* totals;  // [rows][2 panels][16 columns]
-  float* parked;  // kParkedSums, for sums of a block that wait for their turn
-  const std::byte*
-      ahead;  // memory that will be wanted soon, asked for while there is work to do: ahead_bytes each block
-  int64_t ahead_bytes;
+  float* totals;           // [rows][2 panels][16 columns]
+  float* parked;           // kParkedSums, for sums of a block that wait for their turn
+  const std::byte* ahead;  // memory that will be wanted soon, fetched while there is work to do
+  int64_t ahead_bytes;     // of it, with every block
 };
 inline constexpr int64_t kParkedSums = 2 * kTileRows * kTilePanels * kPanelColumns;
 inline constexpr int64_t kTotalsStride = 2 * kPanelColumns;
 inline constexpr int64_t kBlockWeights = kBlockK * kPanelColumns;
 
-// sums[row][panel] += products of every second input of a block, starting with `parity`.
+// sums[row][panel] += products of one input.
 template <int rows, int panels>
 GW_INLINE void add_products(const float* x, int64_t x_stride, const float* weights, int64_t panel_stride,
                             v16 (&sums)[rows][panels]) {
