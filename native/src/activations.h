@@ -5,8 +5,6 @@
 
 namespace giveway::GW_SET {
 
-constexpr int64_t activation_bytes(Compute compute) { return compute == Compute::bf16 && kPacksBf16 ? 2 : 4; }
-
 // Stores elements `index` to `index + 15` of a row of activations.
 GW_INLINE void store_activations(void* row, int64_t index, Compute compute, v16 values) {
   if (compute == Compute::f32) {

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "checks.h"
 #include "kernels.h"
 #include "panels.h"
 
@@ -37,8 +38,11 @@ inline Gate gate_named(const std::string& name) {
   throw std::invalid_argument("gate is '" + name + "'; it must be 'silu' or 'gelu'");
 }
 
-inline void require(bool holds, const std::string& what) {
-  if (!holds) throw std::invalid_argument(what);
+inline Epilogue epilogue_named(const std::string& name) {
+  if (name == "store") return Epilogue::store;
+  if (name == "add") return Epilogue::add;
+  if (name == "gate") return Epilogue::gate;
+  throw std::invalid_argument("epilogue is '" + name + "'; it must be 'store', 'add' or 'gate'");
 }
 
 }  // namespace giveway

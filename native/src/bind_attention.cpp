@@ -1,4 +1,4 @@
-// Rotation and attention of one chunk of one request for Python: what tests compare and benches time.
+// Rotation and attention of one chunk of one request for Python: what tests compare.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
@@ -29,11 +29,8 @@ void require_table(const InArray<int32_t, 1>& table, int64_t num_positions, int6
 }
 
 void require_layout(const KvLayout& layout, int64_t num_heads, int64_t layer) {
-  require(layout.head_size % 16 == 0 && layout.head_size >= 16 && layout.head_size <= 256,
-          "head_size must be a multiple of 16 up to 256");
-  require(layout.block_size % kKvPanel == 0 && layout.block_size > 0, "block_size must be a multiple of 16");
-  require(layout.num_kv_heads > 0 && num_heads % layout.num_kv_heads == 0,
-          "num_heads must be a multiple of num_kv_heads");
+  check_heads(num_heads, layout.num_kv_heads, layout.head_size);
+  check_block_size(layout.block_size);
   require(layer >= 0 && layer < layout.num_layers, "layer is not below num_layers");
 }
 
@@ -42,7 +39,7 @@ OwnedFloats attend(const InArray<float, 2>& qkv, const InArray<int32_t, 1>& tabl
                    const InArray<float, 2>& cosine, const InArray<float, 2>& sine, float scale,
                    const OptionalNorm& query_norm, const OptionalNorm& key_norm, float norm_eps, int64_t window,
                    float soft_cap, int64_t num_layers, int64_t layer, const std::string& compute,
-                   const std::string& isa, int repeat) {
+                   const std::string& isa) {
   const Kernels& kernels = kernels_or_chosen(isa);
   const KvLayout layout{num_layers, num_kv_heads, head_size, block_size, compute_named(compute)};
   require_layout(layout, num_heads, layer);
@@ -79,8 +76,7 @@ OwnedFloats attend(const InArray<float, 2>& qkv, const InArray<int32_t, 1>& tabl
     turn.clears_rest = row + 1 == num_rows;
     kernels.rotate(turn);
   }
-  for (int round = 0; round < repeat; ++round)
-    for (args.kv_head = 0; args.kv_head < num_kv_heads; ++args.kv_head) kernels.attention(args);
+  for (args.kv_head = 0; args.kv_head < num_kv_heads; ++args.kv_head) kernels.attention(args);
   kernels.leave(state);
 
   OwnedFloats values = floats(num_rows, out.stride);
@@ -97,11 +93,10 @@ void bind_attention(nb::module_& m) {
         nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("block_size"), nb::arg("cosine"),
         nb::arg("sine"), nb::arg("scale"), nb::arg("query_norm") = nb::none(), nb::arg("key_norm") = nb::none(),
         nb::arg("norm_eps") = 0.0f, nb::arg("window") = 0, nb::arg("soft_cap") = 0.0f, nb::arg("num_layers") = 1,
-        nb::arg("layer") = 0, nb::arg("compute") = "f32", nb::arg("isa") = "", nb::arg("repeat") = 1,
+        nb::arg("layer") = 0, nb::arg("compute") = "f32", nb::arg("isa") = "",
         "Rotates the rows of one chunk (float32 [rows, q heads + k heads + v heads]), writes their keys and values "
         "into the pool and\n"
-        "attends, by one thread. Returns float32 [rows, num_heads * head_size padded to 32]. repeat: of attention, for "
-        "timing.");
+        "attends, by one thread. Returns float32 [rows, num_heads * head_size padded to 32].");
 }
 
 }  // namespace giveway

@@ -1,4 +1,4 @@
-// Single kernels for Python: what tests compare and `giveway bench kernels` times. A step never comes here.
+// Single kernels for Python: what tests compare. A step never comes here.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -18,12 +18,11 @@ namespace {
 // x @ matrix.T. Panels are shared out among threads; each has scratch of its own.
 OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& matrix, const std::string& compute,
                      const std::string& isa, int num_threads, const std::string& epilogue, const std::string& gate,
-                     std::optional<InArray<float, 1>> bias, std::optional<InArray<float, 2>> onto, int repeat) {
+                     std::optional<InArray<float, 1>> bias, std::optional<InArray<float, 2>> onto) {
   const Kernels& kernels = kernels_or_chosen(isa);
   const Panels& panels = matrix->panels();
   require(static_cast<int64_t>(x.shape(1)) == panels.num_inputs, "x has the wrong number of columns");
-  require(epilogue == "store" || epilogue == "add" || epilogue == "gate", "epilogue must be 'store', 'add' or 'gate'");
-  const Epilogue kind = epilogue == "store" ? Epilogue::store : epilogue == "add" ? Epilogue::add : Epilogue::gate;
+  const Epilogue kind = epilogue_named(epilogue);
   require(kind != Epilogue::gate || panels.num_outputs % (2 * kPanelColumns) == 0, "a gate needs pairs of panels");
   const auto num_rows = static_cast<int64_t>(x.shape(0));
   const int64_t stride = panels.num_panels() * kPanelColumns;
@@ -35,7 +34,7 @@ OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& 
     for (int64_t row = 0; row < num_rows; ++row)
       std::memcpy(sums.data() + row * stride * 4, onto->data() + row * panels.num_outputs,
                   static_cast<size_t>(panels.num_outputs) * 4);
-  const int64_t scratch_bytes = (kernels.matmul_scratch_bytes(panels.num_inputs) + 63) / 64 * 64;
+  const int64_t scratch_bytes = rounded_up(kernels.matmul_scratch_bytes(panels.num_inputs), kAlignment);
   AlignedBuffer scratch(scratch_bytes * num_threads);
   {
     nb::gil_scoped_release released;
@@ -55,7 +54,7 @@ OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& 
       args.out = kind == Epilogue::gate ? gated.row(0) : sums.data();
       args.out_stride = kind == Epilogue::gate ? gated.stride : stride;
       args.scratch = scratch.data() + thread * scratch_bytes;
-      for (int round = 0; round < repeat; ++round) kernels.matmul(args);
+      kernels.matmul(args);
       kernels.leave(state);
     }
   }
@@ -103,9 +102,8 @@ OwnedFloats embed(const std::shared_ptr<Matrix>& table, const InArray<int64_t, 1
 void bind_ops(nb::module_& m) {
   m.def("multiply", &multiply, nb::arg("x"), nb::arg("matrix"), nb::kw_only(), nb::arg("compute") = "f32",
         nb::arg("isa") = "", nb::arg("num_threads") = 1, nb::arg("epilogue") = "store", nb::arg("gate") = "silu",
-        nb::arg("bias") = nb::none(), nb::arg("onto") = nb::none(), nb::arg("repeat") = 1,
-        "x [rows, inputs] times a packed matrix, float32 [rows, outputs]. epilogue 'add' adds to `onto`; repeat: for "
-        "timing.");
+        nb::arg("bias") = nb::none(), nb::arg("onto") = nb::none(),
+        "x [rows, inputs] times a packed matrix, float32 [rows, outputs]. epilogue 'add' adds to `onto`.");
   m.def("rms_norm", &rms_norm, nb::arg("rows"), nb::arg("weight"), nb::kw_only(), nb::arg("eps"),
         nb::arg("compute") = "f32", nb::arg("isa") = "",
         "RMSNorm as activations, widened: float32 [rows, size padded to 32].");

@@ -62,13 +62,6 @@ double read_peak(const InArray<uint8_t, 1>& buffer, const std::string& isa, int 
   return static_cast<double>(num_pieces * kPieceBytes) / seconds_since(started);
 }
 
-Epilogue epilogue_named(const std::string& name) {
-  if (name == "store") return Epilogue::store;
-  if (name == "add") return Epilogue::add;
-  if (name == "gate") return Epilogue::gate;
-  throw std::invalid_argument("epilogue is '" + name + "'; it must be 'store', 'add' or 'gate'");
-}
-
 std::shared_ptr<Workload> product(std::shared_ptr<Matrix> matrix, int64_t num_rows, int64_t num_outputs,
                                   const std::string& compute, const std::string& epilogue, const std::string& isa) {
   const ProductShape shape{num_rows, num_outputs, compute_named(compute), epilogue_named(epilogue)};
@@ -85,11 +78,8 @@ AttentionShape attention_shape(int64_t num_sequences, int64_t num_rows, int64_t 
                                const std::string& compute) {
   require(num_sequences > 0 && num_rows > 0 && context >= num_rows,
           "sequences have at least one row, and no more rows than positions");
-  require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
-          "the heads must be a multiple of the KV heads");
-  require(head_size > 0 && head_size % kLanes == 0 && head_size <= kLargestHead,
-          "the head size must be a multiple of 16, at most 256");
-  require(block_size > 0 && block_size % kKvPanel == 0, "the block size must be a multiple of 16 tokens");
+  check_heads(num_heads, num_kv_heads, head_size);
+  check_block_size(block_size);
   return {num_sequences, num_rows, context, num_heads, num_kv_heads, head_size, block_size, compute_named(compute)};
 }
 

@@ -1,10 +1,11 @@
 // Rows of numbers that single kernels take and give.
 #pragma once
 
-#include <cstring>
+#include <algorithm>
 #include <string>
 
 #include "bind.h"
+#include "formats.h"
 #include "isa.h"
 
 namespace giveway {
@@ -22,17 +23,13 @@ class Activations {
  public:
   Activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns)
       : stride(activation_stride(num_columns)),
-        element_bytes_(compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4),
-        buffer_((num_rows + kernels.row_multiple) / kernels.row_multiple * kernels.row_multiple * stride *
-                element_bytes_) {}
+        element_bytes_(kernels.activation_bytes(compute)),
+        buffer_(rounded_up(std::max<int64_t>(num_rows, 1), kernels.row_multiple) * stride * element_bytes_) {}
 
   std::byte* row(int64_t index) const { return buffer_.data() + index * stride * element_bytes_; }
   float value(int64_t index, int64_t column) const {
     if (element_bytes_ == 4) return reinterpret_cast<const float*>(row(index))[column];
-    const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row(index))[column]) << 16;
-    float widened;
-    std::memcpy(&widened, &bits, sizeof widened);
-    return widened;
+    return bf16_to_float(reinterpret_cast<const uint16_t*>(row(index))[column]);
   }
 
   const int64_t stride;

@@ -96,7 +96,7 @@ bool multiplies_rightly(const Kernels& kernels) {
   std::vector<std::byte> scratch(static_cast<size_t>(kernels.matmul_scratch_bytes(kInputs)) + 64);
   const auto address = reinterpret_cast<uintptr_t>(scratch.data());
   for (Compute compute : {Compute::f32, Compute::bf16}) {
-    const int64_t element = compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4;
+    const int64_t element = kernels.activation_bytes(compute);
     const uint32_t state = kernels.enter();
     for (int64_t row = 0; row < kRows; ++row)
       kernels.to_activations(values + row * kInputs, kInputs, compute, activations + row * kInputs * element);

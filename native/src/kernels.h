@@ -95,6 +95,9 @@ struct Kernels {
   // operations that were, two for each multiply-add.
   int64_t (*multiply_peak)(Compute compute, int64_t rounds);
   void (*read_peak)(const std::byte* data, int64_t num_bytes);  // reads it all and does nothing else
+
+  // Of one element of activations.
+  int64_t activation_bytes(Compute compute) const { return compute == Compute::bf16 && packs_bf16 ? 2 : 4; }
 };
 
 extern const Kernels kernels_scalar;

@@ -7,19 +7,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "checks.h"
+
 namespace giveway {
 namespace {
 
 constexpr int64_t kStagesOfLayer = 8;
-constexpr int64_t kAttentionRows = 16;  // query positions of one piece of attention work
-constexpr int64_t kPiecesPerThread =
-    4;  // into which a product is cut, so that a thread that falls behind holds up little
-
-int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw std::invalid_argument(what);
-}
 
 void check_matrix(const SharedMatrix& matrix, int64_t num_outputs, int64_t num_inputs, const char* name) {
   require(matrix != nullptr, std::string(name) + " is missing");
@@ -36,10 +29,7 @@ void check_vector(const Floats& values, int64_t size, bool may_lack, const char*
 }
 
 void check_weights(const ModelShape& shape, const ModelWeights& weights) {
-  require(shape.head_size > 0 && shape.head_size % kLanes == 0 && shape.head_size <= kLargestHead,
-          "the head size must be a multiple of 16, at most " + std::to_string(kLargestHead));
-  require(shape.num_kv_heads > 0 && shape.num_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
-          "the heads must be a multiple of the KV heads");
+  check_heads(shape.num_heads, shape.num_kv_heads, shape.head_size);
   require(shape.intermediate_size > 0 && shape.intermediate_size % kPanelColumns == 0,
           "the intermediate size must be a multiple of 16");
   require(static_cast<int64_t>(weights.layers.size()) == shape.num_layers, "the number of layers differs");
@@ -98,7 +88,7 @@ int64_t Model::weight_bytes() const {
 }
 
 void Model::check(const Batch& batch, const Pool& pool) const {
-  require(pool.block_size > 0 && pool.block_size % kKvPanel == 0, "the block size must be a multiple of 16 tokens");
+  check_block_size(pool.block_size);
   for (int64_t row = 0; row < batch.num_rows; ++row)
     if (batch.tokens[row] < 0 || batch.tokens[row] >= shape_.vocab_size)
       throw std::out_of_range("token id " + std::to_string(batch.tokens[row]) + " is outside the vocabulary of " +
@@ -129,7 +119,7 @@ void Model::make_scratch(int num_threads) {
   const int64_t of_attention =
       kernels_.attention_scratch_bytes(kv_layout(kKvPanel), shape_.num_heads / shape_.num_kv_heads);
   const int64_t widest = std::max({shape_.hidden_size, shape_.query_columns(), shape_.intermediate_size});
-  scratch_bytes_ = rounded_up(std::max(of_attention, kernels_.matmul_scratch_bytes(widest)), 64);
+  scratch_bytes_ = rounded_up(std::max(of_attention, kernels_.matmul_scratch_bytes(widest)), kAlignment);
   if (scratch_.size() < scratch_bytes_ * num_threads) scratch_ = AlignedBuffer(scratch_bytes_ * num_threads);
 }
 
@@ -189,10 +179,10 @@ class Model::Worker {
   // Calls work(first, last) for pieces of [0, total); returns when the whole stage is done, by whichever threads.
   template <typename Work>
   void share(int64_t total, int64_t granularity, Work work) {
-    const int64_t wanted = (total + num_threads_ * kPiecesPerThread - 1) / (num_threads_ * kPiecesPerThread);
-    model_.stages_[static_cast<size_t>(stage_++)].share(total, rounded_up(std::max<int64_t>(wanted, 1), granularity),
-                                                        work);
+    next_stage().share(total, choose_piece(total, granularity, num_threads_), work);
   }
+
+  WorkCounter& next_stage() { return model_.stages_[static_cast<size_t>(stage_++)]; }
 
   void embed() {
     share(batch_.num_rows, 1, [&](int64_t first, int64_t last) {
@@ -209,19 +199,19 @@ class Model::Worker {
     rotate(layer, index);
     attend(index);
     multiply(*layer.output, model_.attended_.data(), query_stride, Epilogue::add, model_.hidden_.data(),
-             hidden_stride(), data_or_null(layer.output_bias));
+             model_.hidden_stride(), data_or_null(layer.output_bias));
     normalize(layer.post_norm);
-    multiply(*layer.gate_up, model_.normed_.data(), normed_stride(), Epilogue::gate, model_.inner_.data(),
+    multiply(*layer.gate_up, model_.normed_.data(), model_.normed_stride(), Epilogue::gate, model_.inner_.data(),
              activation_stride(shape_.intermediate_size), nullptr);
     multiply(*layer.down, model_.inner_.data(), activation_stride(shape_.intermediate_size), Epilogue::add,
-             model_.hidden_.data(), hidden_stride(), nullptr);
+             model_.hidden_.data(), model_.hidden_stride(), nullptr);
   }
 
   void normalize(const Floats& weight) {
     share(batch_.num_rows, 1, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row)
         kernels_.rms_norm(hidden_row(row), weight.data(), shape_.hidden_size, shape_.norm_eps, shape_.compute,
-                          activation_row(model_.normed_, row, normed_stride()));
+                          activation_row(model_.normed_, row, model_.normed_stride()));
     });
   }
 
@@ -242,7 +232,7 @@ class Model::Worker {
         const int64_t num_panels = part.matrix.panels().num_panels();
         const int64_t begin = std::max(first - before, int64_t{0}), end = std::min(last - before, num_panels);
         if (begin < end)
-          multiply_panels(part.matrix, model_.normed_.data(), normed_stride(), Epilogue::store,
+          multiply_panels(part.matrix, model_.normed_.data(), model_.normed_stride(), Epilogue::store,
                           float_row(model_.qkv_, 0, qkv_stride()) + part.first_column, qkv_stride(),
                           data_or_null(part.bias), begin, end);
         before += num_panels;
@@ -289,16 +279,15 @@ class Model::Worker {
     args.window = shape_.window;
     args.soft_cap = shape_.soft_cap;
     args.scratch = scratch_;
-    model_.stages_[static_cast<size_t>(stage_++)].share(
-        static_cast<int64_t>(model_.tasks_.size()), 1, [&](int64_t number, int64_t) {
-          const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
-          args.first_row = task.first_row;
-          args.num_rows = task.num_rows;
-          args.start = task.start;
-          args.table = batch_.sequences[static_cast<size_t>(task.sequence)].table;
-          args.kv_head = task.kv_head;
-          kernels_.attention(args);
-        });
+    next_stage().share(static_cast<int64_t>(model_.tasks_.size()), 1, [&](int64_t number, int64_t) {
+      const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
+      args.first_row = task.first_row;
+      args.num_rows = task.num_rows;
+      args.start = task.start;
+      args.table = batch_.sequences[static_cast<size_t>(task.sequence)].table;
+      args.kv_head = task.kv_head;
+      kernels_.attention(args);
+    });
   }
 
   void multiply(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, std::byte* out,
@@ -327,13 +316,11 @@ class Model::Worker {
     kernels_.matmul(args);
   }
 
-  int64_t hidden_stride() const { return rounded_up(shape_.hidden_size, kPanelColumns); }
-  int64_t normed_stride() const { return activation_stride(shape_.hidden_size); }
   int64_t qkv_stride() const { return rounded_up(shape_.qkv_columns(), kPanelColumns); }
   float* float_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const {
     return reinterpret_cast<float*>(buffer.data()) + row * stride;
   }
-  float* hidden_row(int64_t row) const { return float_row(model_.hidden_, row, hidden_stride()); }
+  float* hidden_row(int64_t row) const { return float_row(model_.hidden_, row, model_.hidden_stride()); }
   std::byte* activation_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const {
     return buffer.data() + row * stride * model_.element_bytes();
   }
@@ -388,32 +375,32 @@ void Model::logits(const std::vector<int64_t>& rows, float* out, int num_threads
 }
 
 void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int num_threads) {
-  const int64_t stride = activation_stride(shape_.hidden_size),
-                hidden_stride = rounded_up(shape_.hidden_size, kPanelColumns);
-  std::atomic<int64_t> next{0};
+  const Panels& head = weights_.head->panels();
+  WorkCounter norms, products;
 #pragma omp parallel num_threads(num_threads)
   {
     const uint32_t state = kernels_.enter();
     const float* hidden = reinterpret_cast<const float*>(hidden_.data());
-#pragma omp for schedule(static)
-    for (int64_t index = 0; index < num_rows; ++index)
-      kernels_.rms_norm(hidden + rows[index] * hidden_stride, weights_.final_norm.data(), shape_.hidden_size,
-                        shape_.norm_eps, shape_.compute, normed_.data() + index * stride * element_bytes());
-    const Panels& head = weights_.head->panels();
+    const int64_t count = omp_get_num_threads();
+    norms.share(num_rows, choose_piece(num_rows, 1, count), [&](int64_t first, int64_t last) {
+      for (int64_t index = first; index < last; ++index)
+        kernels_.rms_norm(hidden + rows[index] * hidden_stride(), weights_.final_norm.data(), shape_.hidden_size,
+                          shape_.norm_eps, shape_.compute, normed_.data() + index * normed_stride() * element_bytes());
+    });
     MatmulArgs args;
     args.x = normed_.data();
-    args.x_stride = stride;
+    args.x_stride = normed_stride();
     args.num_rows = num_rows;
     args.weights = &head;
     args.compute = shape_.compute;
     args.out = out;
     args.out_stride = logits_stride();
     args.scratch = scratch_.data() + omp_get_thread_num() * scratch_bytes_;
-    const int64_t piece = std::max<int64_t>(1, head.num_panels() / (omp_get_num_threads() * 16));
-    while ((args.first_panel = next.fetch_add(piece, std::memory_order_relaxed)) < head.num_panels()) {
-      args.last_panel = std::min(args.first_panel + piece, head.num_panels());
+    products.share(head.num_panels(), choose_piece(head.num_panels(), 1, count), [&](int64_t first, int64_t last) {
+      args.first_panel = first;
+      args.last_panel = last;
       kernels_.matmul(args);
-    }
+    });
     kernels_.leave(state);
   }
 }

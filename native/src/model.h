@@ -104,7 +104,9 @@ class Model {
   void make_room(int64_t num_rows);
   void plan_attention(const Batch& batch);
   void multiply_head(const int64_t* rows, int64_t num_rows, float* out, int num_threads);  // at most capacity_ rows
-  int64_t element_bytes() const { return shape_.compute == Compute::bf16 && kernels_.packs_bf16 ? 2 : 4; }
+  int64_t hidden_stride() const { return rounded_up(shape_.hidden_size, kPanelColumns); }
+  int64_t normed_stride() const { return activation_stride(shape_.hidden_size); }
+  int64_t element_bytes() const { return kernels_.activation_bytes(shape_.compute); }
   int64_t num_positions() const { return static_cast<int64_t>(cosine_.size()) / (shape_.head_size / 2); }
 
   ModelShape shape_;

@@ -1,10 +1,11 @@
 #include "panels.h"
 
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "formats.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -17,7 +18,7 @@ AlignedBuffer::AlignedBuffer(int64_t num_bytes) : size_(num_bytes) {
   // Huge pages where the system has them: a matrix is read through once a step, and small pages cost a look-up each.
   constexpr int64_t kHugePage = int64_t{1} << 21;
   const int64_t alignment = num_bytes >= kHugePage ? kHugePage : 64;
-  const int64_t rounded = (num_bytes + alignment - 1) / alignment * alignment;
+  const int64_t rounded = rounded_up(num_bytes, alignment);
   data_ = static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(rounded)));
   if (data_ == nullptr) throw std::bad_alloc();
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -64,12 +65,6 @@ T read(const uint8_t* at) {
   return value;
 }
 
-float float_of_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 // Element `index` of a stored row, float32. Block formats: the formulas of their sources, every product exact.
 float element(Source source, const uint8_t* row, int64_t index) {
   const SourceFormat format = format_of(source);
@@ -84,7 +79,7 @@ float element(Source source, const uint8_t* row, int64_t index) {
     case Source::f16:
       return half_to_float(read<uint16_t>(block));
     case Source::bf16:
-      return float_of_bits(static_cast<uint32_t>(read<uint16_t>(block)) << 16);
+      return bf16_to_float(read<uint16_t>(block));
     case Source::q8_0:
       return half_to_float(read<uint16_t>(block)) * static_cast<float>(static_cast<int8_t>(block[2 + at]));
     case Source::q4_0:
@@ -105,22 +100,6 @@ void pack_nibbles(const uint8_t* packed, std::byte* block, int64_t column) {
 void pack_half(const uint8_t* half, std::byte* halves, int64_t column) { std::memcpy(halves + 2 * column, half, 2); }
 
 }  // namespace
-
-uint16_t to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  bits = std::isnan(value) ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
-  return static_cast<uint16_t>(bits >> 16);
-}
-
-float half_to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t exponent = (half >> 10) & 31u, fraction = half & 1023u;
-  if (exponent == 31) return float_of_bits(sign | 0x7f800000u | (fraction ? 0x00400000u | fraction << 13 : 0u));
-  if (exponent != 0) return float_of_bits(sign | (exponent + 112u) << 23 | fraction << 13);
-  const float value = static_cast<float>(fraction) * 0x1p-24f;
-  return sign != 0 ? -value : value;
-}
 
 int64_t source_row_bytes(Source source, int64_t num_inputs) {
   const SourceFormat format = format_of(source);

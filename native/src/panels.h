@@ -57,7 +57,4 @@ class Matrix {
   Panels panels_;
 };
 
-uint16_t to_bf16(float value);  // nearest, ties to even
-float half_to_float(uint16_t half);
-
 }  // namespace giveway

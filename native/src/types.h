@@ -6,12 +6,16 @@
 
 namespace giveway {
 
+constexpr int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
 inline constexpr int kLanes = 16;         // float lanes that everything vectorised works on, whatever the registers
 inline constexpr int kPanelColumns = 16;  // outputs of a panel of weights
 inline constexpr int kBlockK = 32;        // inputs whose products are added before they join the total
 inline constexpr int kPieceTokens = 64;   // KV positions that attention takes at a time, from position 0 on
 inline constexpr int kKvPanel = 16;       // KV positions of a panel of keys or values
 inline constexpr int kLargestHead = 256;  // dimensions of a head, a multiple of kLanes
+inline constexpr int64_t kAttentionRows = 16;  // query positions of one request that make a piece of attention work
+inline constexpr int64_t kAlignment = 64;      // bytes; of whatever kernels are given as scratch
 
 // What activations and decoded weights are rounded to before they are multiplied. Sums are float32 always.
 enum class Compute : int { f32 = 0, bf16 = 1 };
@@ -57,7 +61,7 @@ struct Panels {
 };
 
 // Elements from one row of activations to the next; what lies between the row's end and the next row is zero.
-constexpr int64_t activation_stride(int64_t num_columns) { return (num_columns + kBlockK - 1) / kBlockK * kBlockK; }
+constexpr int64_t activation_stride(int64_t num_columns) { return rounded_up(num_columns, kBlockK); }
 
 // Where K and V of one token lie in a block of the pool. A block is [layers][KV heads][K, then V]; with e = element (2
 // bytes of bf16 or 4 of float32), d = dimension of the head, and panels of 16 positions:

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "formats.h"
 #include "types.h"
 
 #if defined(GIVEWAY_X86)
@@ -214,16 +215,6 @@ struct v16 {
   float lanes[kLanes];
 };
 
-GW_INLINE uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-GW_INLINE float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 template <typename Function>
 GW_INLINE v16 each(Function function) {
   v16 result;
@@ -273,19 +264,11 @@ struct v16_pair {
   v16 even, odd;
 };
 GW_INLINE v16_pair load_bf16_pairs(const uint16_t* at) {
-  return {each([=](int i) { return float_of(static_cast<uint32_t>(at[2 * i]) << 16); }),
-          each([=](int i) { return float_of(static_cast<uint32_t>(at[2 * i + 1]) << 16); })};
+  return {each([=](int i) { return bf16_to_float(at[2 * i]); }),
+          each([=](int i) { return bf16_to_float(at[2 * i + 1]); })};
 }
 GW_INLINE v16 load_bf16(const uint16_t* at) {
-  return each([=](int i) { return float_of(static_cast<uint32_t>(at[i]) << 16); });
-}
-GW_INLINE float half_to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t exponent = (half >> 10) & 31u, fraction = half & 1023u;
-  if (exponent == 31) return float_of(sign | 0x7f800000u | (fraction ? 0x00400000u | fraction << 13 : 0u));
-  if (exponent) return float_of(sign | (exponent + 112u) << 23 | fraction << 13);
-  const float value = static_cast<float>(fraction) * 0x1p-24f;
-  return sign ? -value : value;
+  return each([=](int i) { return bf16_to_float(at[i]); });
 }
 GW_INLINE v16 load_f16(const uint16_t* at) {
   return each([=](int i) { return half_to_float(at[i]); });
@@ -298,11 +281,7 @@ GW_INLINE v16_pair load_nibbles(const uint8_t* at) {
           each([=](int i) { return static_cast<float>(at[i] >> 4); })};
 }
 GW_INLINE v16 round_bf16(v16 a) {
-  return each([&](int i) {
-    const uint32_t bits = bits_of(a.lanes[i]);
-    const uint32_t chosen = std::isnan(a.lanes[i]) ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
-    return float_of(chosen & 0xffff0000u);
-  });
+  return each([&](int i) { return bf16_to_float(to_bf16(a.lanes[i])); });
 }
 GW_INLINE v16 plain_nan(v16 a) {
   return each([&](int i) { return std::isnan(a.lanes[i]) ? float_of(0x7fc00000u) : a.lanes[i]; });

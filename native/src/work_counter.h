@@ -7,7 +7,17 @@
 #include <atomic>
 #include <cstdint>
 
+#include "types.h"
+
 namespace giveway {
+
+// How much of a stage a thread takes at a time: so little that one that falls behind holds up little. A multiple of
+// `granularity`.
+inline int64_t choose_piece(int64_t total, int64_t granularity, int64_t num_threads) {
+  constexpr int64_t kPiecesPerThread = 4;
+  const int64_t num_pieces = num_threads * kPiecesPerThread;
+  return rounded_up(std::max<int64_t>((total + num_pieces - 1) / num_pieces, 1), granularity);
+}
 
 // Not a barrier: whoever finds no work left waits until every piece is *done*, not until every thread has come. So a
 // thread that another process has pushed off its core holds nobody up unless it stopped in the middle of a piece; when

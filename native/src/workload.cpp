@@ -7,23 +7,15 @@
 #include <cmath>
 #include <utility>
 
+#include "formats.h"
 #include "work_counter.h"
 
 namespace giveway {
 namespace {
 
-constexpr int64_t kPiecesPerThread = 4;  // as in a step (model.cpp)
-constexpr int64_t kAttentionRows = 16;   // likewise
-
-int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-int64_t activation_bytes(const Kernels& kernels, Compute compute) {
-  return compute == Compute::bf16 && kernels.packs_bf16 ? 2 : 4;
-}
-
 Rows activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns) {
   return Rows(rounded_up(num_rows, kernels.row_multiple), activation_stride(num_columns),
-              activation_bytes(kernels, compute));
+              kernels.activation_bytes(compute));
 }
 
 Rows product_out(const Kernels& kernels, const ProductShape& shape) {
@@ -44,8 +36,8 @@ int64_t pieces_of_rows(int64_t num_rows) { return (num_rows + kAttentionRows - 1
 double Workload::run(int64_t num_turns, int num_threads) {
   std::vector<WorkCounter> turns(static_cast<size_t>(num_turns));
   const AlignedBuffer scratch(scratch_bytes_ * num_threads);
-  const int64_t num_pieces = num_threads * kPiecesPerThread, even = (sharing_.total + num_pieces - 1) / num_pieces;
-  const int64_t piece = rounded_up(std::clamp<int64_t>(even, 1, sharing_.largest_piece), sharing_.granularity);
+  const int64_t piece =
+      std::min(choose_piece(sharing_.total, sharing_.granularity, num_threads), sharing_.largest_piece);
   const auto started = std::chrono::steady_clock::now();
 #pragma omp parallel num_threads(num_threads)
   {

@@ -29,7 +29,7 @@ class Workload {
 
   // scratch_bytes: for each thread.
   Workload(const Kernels& kernels, Sharing sharing, int64_t scratch_bytes)
-      : kernels_(kernels), sharing_(sharing), scratch_bytes_((scratch_bytes + 63) / 64 * 64) {}
+      : kernels_(kernels), sharing_(sharing), scratch_bytes_(rounded_up(scratch_bytes, kAlignment)) {}
 
   // Does units [first, last) of a turn, the first turn of all having number 0.
   virtual void compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const = 0;
