@@ -77,9 +77,7 @@ def load_backend(options: EngineOptions, checkpoint: Checkpoint) -> Backend:
     """Load a model's weights into the backend chosen for it. Raises what choose_backend and the backends raise."""
     choice = choose_backend(options, checkpoint.config)
     if choice.name is BackendName.NATIVE:
-        return native.load_backend(
-            checkpoint, dtype=options.dtype, exact=options.exact, num_threads=options.num_threads
-        )
+        return native.load_backend(checkpoint, dtype=options.dtype, num_threads=options.num_threads)
     if options.backend == "auto":
         level = logging.WARNING if choice.is_second_best else logging.INFO
         logger.log(level, "PyTorch computes, not the native kernels: %s", choice.reason)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from giveway.bench import kernel_floors
-from giveway.bench.kernel_floors import SMOLLM2_135M, Cost, DecoderShape, Peaks
+from giveway.bench.kernel_floors import SMOLLM2_135M, Cost, Peaks
 from giveway.cli.__main__ import main
 
 pytest.importorskip("giveway_kernels", reason="giveway-kernels is not installed: `make kernels` builds it")
@@ -19,8 +19,10 @@ from giveway.bench import kernels
 from giveway.bench.kernels import Setting, Sizes, bench_kernels, choose_setting, last_cache_bytes
 from giveway.bench.random_decoder import Batch, RandomDecoder
 from giveway.core.errors import ConfigError
+from giveway.runtime.model_config import ModelConfig
 
-SHAPE = DecoderShape(
+SHAPE = ModelConfig(
+    architecture="llama",
     vocab_size=64,
     hidden_size=64,
     intermediate_size=96,
@@ -28,6 +30,9 @@ SHAPE = DecoderShape(
     num_heads=6,
     num_kv_heads=2,
     head_size=16,
+    max_positions=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
 )
 TINY = Sizes(
     shape=SHAPE,

@@ -9,31 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from giveway.runtime.model_config import ModelConfig
 
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes of a model of the Llama family."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-
-    @property
-    def query_columns(self) -> int:
-        """Elements of all query heads of a token."""
-        return self.num_heads * self.head_size
-
-    @property
-    def qkv_columns(self) -> int:
-        """Elements of all query, key and value heads of a token."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
-
-
-SMOLLM2_135M = DecoderShape(
+SMOLLM2_135M = ModelConfig(
+    architecture="llama",
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,
@@ -41,6 +20,10 @@ SMOLLM2_135M = DecoderShape(
     num_heads=9,
     num_kv_heads=3,
     head_size=64,
+    max_positions=8192,
+    rms_norm_eps=1e-5,
+    rope_theta=100000.0,
+    tied_embeddings=True,
 )
 
 
@@ -73,7 +56,7 @@ def product_cost(*, num_rows: int, num_outputs: int, num_inputs: int, weight_byt
     return Cost(weight_bytes, 2 * num_rows * num_outputs * num_inputs)
 
 
-def attention_cost(shape: DecoderShape, *, num_rows: int, context: int, element_bytes: int) -> Cost:
+def attention_cost(shape: ModelConfig, *, num_rows: int, context: int, element_bytes: int) -> Cost:
     """Attention of one request in one layer: the last num_rows of `context` positions, each of all before it."""
     num_pairs = num_rows * context - num_rows * (num_rows - 1) // 2  # of a query and a position that it sees
     kv_bytes = context * 2 * shape.num_kv_heads * shape.head_size * element_bytes
@@ -85,7 +68,7 @@ def norm_cost(*, num_rows: int, size: int, element_bytes: int) -> Cost:
     return Cost(num_rows * size * (4 + element_bytes), 4 * num_rows * size)
 
 
-def rotation_cost(shape: DecoderShape, *, num_rows: int, element_bytes: int) -> Cost:
+def rotation_cost(shape: ModelConfig, *, num_rows: int, element_bytes: int) -> Cost:
     """Rotation of queries and keys: float32 and angles come in, queries, keys and values go out."""
     num_turned = (shape.num_heads + shape.num_kv_heads) * shape.head_size
     read_bytes = 4 * (shape.qkv_columns + shape.head_size)

@@ -31,7 +31,6 @@ from giveway_kernels import (
 from giveway.bench.kernel_floors import (
     SMOLLM2_135M,
     Cost,
-    DecoderShape,
     Peaks,
     attention_cost,
     copy_cost,
@@ -42,7 +41,8 @@ from giveway.bench.kernel_floors import (
 from giveway.bench.measure import Report, Sample, sample
 from giveway.bench.random_decoder import BLOCK_SIZE, Batch, RandomDecoder, random_matrix
 from giveway.core.errors import ConfigError
-from giveway.runtime.native import choose_dtype
+from giveway.runtime.model_config import ModelConfig
+from giveway.runtime.native import COMPUTE_TYPES, choose_dtype
 
 _MIB = 1 << 20
 _BLOCKS_COPIED = 32  # 512 tokens
@@ -56,7 +56,7 @@ _ROWS_MOVED = 8192  # of norms and rotations: more than the caches hold
 class Sizes:
     """What is measured."""
 
-    shape: DecoderShape = SMOLLM2_135M
+    shape: ModelConfig = SMOLLM2_135M
     row_counts: Sequence[int] = (1, 8, 64, 512)
     head_row_counts: Sequence[int] = (1, 8, 64)  # logits are made for rows that are sampled
     contexts: Sequence[int] = (512, 4096)
@@ -109,7 +109,7 @@ def choose_setting(*, isa: str | None = None, dtype: str = "auto", num_threads: 
     if isa not in usable:
         reason = why_not.get(isa, "there is no such instruction set")
         raise ConfigError(f"isa is {isa!r}: {reason}. This machine runs {', '.join(usable)}.")
-    compute = default_compute(isa) if dtype == "auto" else {"float32": "f32", "bfloat16": "bf16"}[choose_dtype(dtype)]
+    compute = default_compute(isa) if dtype == "auto" else COMPUTE_TYPES[choose_dtype(dtype)]
     return Setting(isa, compute, num_threads)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from giveway_kernels import Matrix, Model
 
-from giveway.bench.kernel_floors import Cost, DecoderShape, attention_cost, product_cost
+from giveway.bench.kernel_floors import Cost, attention_cost, product_cost
+from giveway.runtime.model_config import ModelConfig
+from giveway.runtime.native.weights import model_shape
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -69,16 +71,15 @@ class RandomDecoder:
     """Layers in Q4_1, embedding and head in Q8_0, as in the embedded model's file; a pool with room for any batch."""
 
     def __init__(
-        self, shape: DecoderShape, batches: Sequence[Batch], *, compute: str, isa: str, num_threads: int
+        self, shape: ModelConfig, batches: Sequence[Batch], *, compute: str, isa: str, num_threads: int
     ) -> None:
         self._shape, self._compute, self._num_threads = shape, compute, num_threads
         self._embedding = self._matrix("Q8_0", shape.vocab_size, shape.hidden_size)
         self._layers = [self._layer() for _ in range(shape.num_layers)]
         num_positions = max(batch.context for batch in batches)
         angles = np.ones((num_positions, shape.head_size // 2), np.float32)
-        sizes = {"norm_eps": 1e-5, "window": 0, "soft_cap": 0.0, "gate": "silu", "compute": compute}
         self._model = Model.make(
-            asdict(shape) | sizes,
+            model_shape(shape, compute),
             self._layers,
             embedding=self._embedding,
             head=self._embedding,
@@ -88,7 +89,8 @@ class RandomDecoder:
             isa=isa,
         )
         self._num_blocks = max(batch.num_blocks for batch in batches)
-        self._pool = np.zeros(self._num_blocks * self.block_bytes, np.uint8)
+        self._pool = np.empty(self._num_blocks * self.block_bytes, np.uint8)
+        self._pool[:] = 0  # written, so that it is memory: what was never written is read from one cached page of zeros
 
     @property
     def block_bytes(self) -> int:

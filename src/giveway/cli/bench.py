@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from giveway.cli.flags import flag, takes_engine_options
+from giveway.cli.output_file import takes_json_file
 from giveway.core.errors import MissingDependencyError, OutputFileError
 from giveway.options import EngineOptions
 
@@ -28,14 +29,7 @@ def command(ctx: click.Context) -> None:
 
 def _takes_report_options(function: Callable[..., Any]) -> Callable[..., Any]:
     function = flag("quick", is_flag=True, help="Fewer rounds: under 30 seconds.")(function)
-    return flag(
-        "json",
-        into="json_file",
-        variable="json_file",
-        metavar="FILE",
-        help="Also write machine, settings and rows to this file.",
-        type=click.Path(dir_okay=False),
-    )(function)
+    return takes_json_file("machine, settings and rows")(function)
 
 
 @command.command("exact")

@@ -7,20 +7,13 @@ import json
 import click
 
 from giveway.cli.flags import flag, takes_engine_options
-from giveway.cli.output_file import open_target
+from giveway.cli.output_file import open_target, takes_json_file
 from giveway.options import EngineOptions
 
 
 @click.command("demo")
 @flag("write_up", is_flag=True, help="Run the preemption tutorial's demonstration on the tiny model instead.")
-@flag(
-    "json",
-    into="json_file",
-    variable="json_file",
-    metavar="FILE",
-    help="Also write the results to this file.",
-    type=click.Path(dir_okay=False),
-)
+@takes_json_file("the results")
 @takes_engine_options(only=("model", "device", "backend", "dtype", "exact", "num_threads", "check_invariants"))
 def command(options: EngineOptions, write_up: bool, json_file: str | None) -> int:
     """See background work give way to urgent questions, and lose nothing.

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import click
+
+from giveway.cli.flags import flag
 from giveway.core.errors import ConfigError
+
+
+def takes_json_file(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare --json FILE, which reaches the command as json_file. what: is also written to it."""
+    return flag(
+        "json",
+        into="json_file",
+        variable="json_file",
+        metavar="FILE",
+        help=f"Also write {what} to this file.",
+        type=click.Path(dir_okay=False),
+    )
 
 
 def open_target(json_file: str | None) -> Path | None:

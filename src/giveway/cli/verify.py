@@ -7,7 +7,7 @@ import json
 import click
 
 from giveway.cli.flags import WholeNumber, flag, takes_engine_options
-from giveway.cli.output_file import open_target
+from giveway.cli.output_file import open_target, takes_json_file
 from giveway.options import EngineOptions
 
 _CHOICES = ("model", "device", "backend", "dtype", "exact", "num_threads", "block_size", "swap_dir", "check_invariants")
@@ -28,14 +28,7 @@ _CHOICES = ("model", "device", "backend", "dtype", "exact", "num_threads", "bloc
     type=WholeNumber(),
     default=16,
 )
-@flag(
-    "json",
-    into="json_file",
-    variable="json_file",
-    metavar="FILE",
-    help="Also write the results to this file.",
-    type=click.Path(dir_okay=False),
-)
+@takes_json_file("the results")
 @takes_engine_options(only=_CHOICES)
 def command(options: EngineOptions, num_requests: int, num_tokens: int, json_file: str | None) -> int:
     """Check on this machine that whoever gives way gets the answer of an undisturbed run, to the bit.

@@ -65,6 +65,16 @@ class ModelConfig:
                 f"head size {self.head_size} needs {self.head_size // 2}"
             )
 
+    @property
+    def query_columns(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.num_heads * self.head_size
+
+    @property
+    def qkv_columns(self) -> int:
+        """Elements of all query, key and value heads of a token."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_size * bytes_per_element
@@ -72,7 +82,7 @@ class ModelConfig:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the model is made of: canonical name (that of Hugging Face's Llama) -> shape [out, in]."""
         hidden, inner, head = self.hidden_size, self.intermediate_size, self.head_size
-        query, key = self.num_heads * head, self.num_kv_heads * head
+        query, key = self.query_columns, self.num_kv_heads * head
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."

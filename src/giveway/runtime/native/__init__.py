@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 INSTALL_KERNELS = "Install them with `pip install giveway-kernels` (from a clone: `pip install ./native`)"
 
 _LARGEST_HEAD = 256
-_COMPUTE = {"float32": "f32", "bfloat16": "bf16"}
-_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+COMPUTE_TYPES = {"float32": "f32", "bfloat16": "bf16"}  # our name of a dtype -> that of the kernels
 
 
 class Settings(Protocol):
@@ -80,7 +79,7 @@ def unsupported_reason(config: ModelConfig, settings: Settings) -> str | None:
             f"the block size is {settings.block_size}; the native kernels need a multiple of 16 tokens, such as "
             "--block-size 16"
         )
-    if settings.dtype not in ("auto", *_COMPUTE):
+    if settings.dtype not in ("auto", *COMPUTE_TYPES):
         return f"the dtype is {settings.dtype}; the native kernels compute in float32 or bfloat16: --dtype bfloat16"
     return None
 
@@ -93,27 +92,23 @@ def choose_dtype(dtype: str) -> str:
     if dtype == "auto":
         import giveway_kernels
 
-        return _DTYPES[giveway_kernels.default_compute()]
-    if dtype not in _COMPUTE:
+        fastest = giveway_kernels.default_compute()
+        return next(name for name, compute in COMPUTE_TYPES.items() if compute == fastest)
+    if dtype not in COMPUTE_TYPES:
         raise ConfigError(f"dtype is {dtype!r}; the native kernels compute in 'float32' or 'bfloat16'")
     return dtype
 
 
-def load_backend(
-    checkpoint: Checkpoint, *, dtype: str = "auto", exact: bool | None = None, num_threads: int | None = None
-) -> NativeBackend:
+def load_backend(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> NativeBackend:
     """Pack the weights of `checkpoint` into a new NativeBackend.
 
-    exact: answers are exact, whatever it says. num_threads: None for one a physical core. Limits OpenMP's spinning on
-    the way. Raises MissingDependencyError when the kernels cannot be loaded, ConfigError when a setting is wrong.
+    num_threads: None for one a physical core. Limits OpenMP's spinning on the way. Raises MissingDependencyError when
+    the kernels cannot be loaded, ConfigError when a setting is wrong.
     """
-    del exact
     if reason := missing_reason():
         raise MissingDependencyError(f"the native backend cannot be used: {reason}")
     if num_threads is not None and num_threads < 1:
         raise ConfigError(f"num_threads is {num_threads}; at least 1 is needed")
     from giveway.runtime.native.backend import NativeBackend
 
-    return NativeBackend(
-        checkpoint, compute=_COMPUTE[choose_dtype(dtype)], num_threads=num_threads or default_num_threads()
-    )
+    return NativeBackend(checkpoint, dtype=choose_dtype(dtype), num_threads=num_threads or default_num_threads())

@@ -15,6 +15,7 @@ from giveway.core.ids import DeviceBlockId, HostBlockId
 from giveway.runtime import memory
 from giveway.runtime.backend import BatchSequence, MemoryPool, SequenceResult, TokenLogprobs
 from giveway.runtime.batch_checks import check_batch
+from giveway.runtime.native import COMPUTE_TYPES
 from giveway.runtime.native.kv_storage import NativeKVStorage
 from giveway.runtime.native.sampler import BatchSampler
 from giveway.runtime.native.weights import load_model
@@ -27,12 +28,12 @@ _LARGEST_HEAD_PIECE = 64
 class NativeBackend:
     """A model on the CPU through giveway-kernels. Implements giveway.runtime.backend.Backend."""
 
-    def __init__(self, checkpoint: Checkpoint, *, compute: str, num_threads: int) -> None:
-        """Pack the weights. compute: "f32" or "bf16". Raises what the checkpoint raises."""
+    def __init__(self, checkpoint: Checkpoint, *, dtype: str, num_threads: int) -> None:
+        """Pack the weights. dtype: "float32" or "bfloat16". Raises what the checkpoint raises."""
         self._config = checkpoint.config
-        self._compute = compute
+        self._dtype = dtype
         self._num_threads = num_threads
-        self._model: Model | None = load_model(checkpoint, compute=compute, num_threads=num_threads)
+        self._model: Model | None = load_model(checkpoint, compute=COMPUTE_TYPES[dtype], num_threads=num_threads)
         self._sampler = BatchSampler(num_threads)
         self._storage: NativeKVStorage | None = None
         self._logits: npt.NDArray[np.float32] = np.empty((0, self._model.logits_stride), np.float32)
@@ -41,8 +42,7 @@ class NativeBackend:
     @property
     def description(self) -> str:
         """One line for people: device, dtype, kernels, exact or not."""
-        name = {"f32": "float32", "bf16": "bfloat16"}[self._compute]
-        return f"cpu, {name}, native {self._instruction_set} exact"
+        return f"cpu, {self._dtype}, native {self._instruction_set} exact"
 
     @property
     def device(self) -> str:
@@ -62,7 +62,7 @@ class NativeBackend:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache that one token takes, all layers, K and V."""
-        return self._config.kv_bytes_per_token(2 if self._compute == "bf16" else 4)
+        return self._config.kv_bytes_per_token(2 if self._dtype == "bfloat16" else 4)
 
     @property
     def block_bytes(self) -> int:

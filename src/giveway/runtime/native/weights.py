@@ -72,7 +72,7 @@ def load_model(checkpoint: Checkpoint, *, compute: str, num_threads: int) -> Mod
     embedding = packer.matrix(["model.embed_tokens.weight"])
     angles = make_rope_angles(config, config.max_positions)
     return Model.make(
-        _shape(config, compute),
+        model_shape(config, compute),
         [packer.layer(index) for index in range(config.num_layers)],
         embedding=embedding,
         head=embedding if config.tied_embeddings else packer.matrix(["lm_head.weight"]),
@@ -82,7 +82,8 @@ def load_model(checkpoint: Checkpoint, *, compute: str, num_threads: int) -> Mod
     )
 
 
-def _shape(config: ModelConfig, compute: str) -> dict[str, Any]:
+def model_shape(config: ModelConfig, compute: str) -> dict[str, Any]:
+    """Return the sizes of a model by the names that giveway_kernels.Model knows."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
