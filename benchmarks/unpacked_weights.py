@@ -1,27 +1,23 @@
 """A GGUF model as a safetensors directory, for engines that cannot read the file: the same weights, in float32.
 
-Source: the safetensors format (8 bytes: length of a JSON header; the header; the tensors' bytes, little endian) and the
-configuration keys of Hugging Face's Llama.
+Source: the configuration keys of Hugging Face's Llama.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from safetensors.numpy import save_file
 
 from giveway.runtime.model_config import ModelConfig
 from giveway.runtime.weights.checkpoint import Checkpoint
 from giveway.runtime.weights.dequantize import dequantize
 
-_BYTES_PER_WEIGHT = 4
-
 
 def write_unpacked(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write `config.json` and `model.safetensors`, decoded tensor by tensor. An existing copy is kept.
+    """Write `config.json` and `model.safetensors`, decoded. An existing copy is kept.
 
     Only the Llama family without biases and without scaled rotary embedding: ValueError for others.
     """
@@ -30,10 +26,8 @@ def write_unpacked(checkpoint: Checkpoint, directory: Path) -> None:
         return
     settings = llama_settings(checkpoint.config)
     directory.mkdir(parents=True, exist_ok=True)
-    with weights_file.open("wb") as file:
-        file.write(_header(checkpoint.config.tensor_shapes()))
-        for name in checkpoint.config.tensor_shapes():
-            np.ascontiguousarray(dequantize(checkpoint.tensor(name)), "<f4").tofile(file)
+    tensors = {name: dequantize(checkpoint.tensor(name)) for name in checkpoint.config.tensor_shapes()}
+    save_file(tensors, weights_file, metadata={"format": "pt"})
     config_file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -60,15 +54,3 @@ def llama_settings(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "dtype": "float32",
     }
-
-
-def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, shape in shapes.items():
-        end = start + int(np.prod(shape)) * _BYTES_PER_WEIGHT
-        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the tensors start at a multiple of 8
-    return struct.pack("<Q", len(text)) + text
