@@ -91,7 +91,7 @@ class SixChecks:
     def check_step(self, plan: StepPlan, events: Iterable[StepEvent]) -> None:
         """Something advances, and every block is where it should be."""
         state = self._scheduler.state
-        self._idle_steps = 0 if plan.num_tokens or list(events) or not state.requests else self._idle_steps + 1
+        self._idle_steps = 0 if plan.num_tokens or list(events) or not state.has_unheld else self._idle_steps + 1
         assert self._idle_steps <= MAX_IDLE_STEPS, f"nothing has happened for {self._idle_steps} steps"
         kv = state.kv
         owned = {block for table in (*kv.tables.values(), *kv.kept.values()) for block in table}
@@ -144,6 +144,7 @@ class SixChecks:
         gone = {preemption.victim for preemption in plan.preemptions}
         assert len(gone) == len(plan.preemptions), "a victim gives way twice"
         assert not gone & (computing | moving_in | {admission.request_id for admission in plan.admissions})
+        assert not self._scheduler.state.held & (computing | moving_in), "a request that is held was served"
         assert len(computing) == len(plan.request_ids()), "a request is twice in one batch"
         assert plan.num_tokens <= self._scheduler.state.config.max_num_batched_tokens
         if self._scheduler.state.suspects or plan.given_up:
@@ -152,6 +153,8 @@ class SixChecks:
         after = _Afterwards(self._scheduler, plan)
         for request in self._scheduler.requests.values():
             if request.request_id in computing | moving_in | gone or request.state in _MOVING:
+                continue
+            if request.request_id in self._scheduler.state.held:
                 continue
             reason = reasons.get(request.request_id, DeferralReason.BEHIND_DEFERRED)
             if reason is DeferralReason.COPY_IN_FLIGHT:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from giveway.core.commands import Abort, Command, GiveWay, Submit
+from giveway.core.commands import Abort, Command, GiveWay, Hold, LetGo, Submit
 from giveway.core.config import (
     DEFAULT_CLASS,
     CacheConfig,
@@ -214,6 +214,18 @@ class World:
         """Tell a resident to give way in the next step."""
         self._commands.append(GiveWay(RequestId(name), choice))
 
+    def hold(self, name: str) -> None:
+        """Keep a request off the device from the next step on."""
+        self._commands.append(Hold(RequestId(name)))
+
+    def let_go(self, name: str) -> None:
+        """End a hold."""
+        self._commands.append(LetGo(RequestId(name)))
+
+    def let_go_all(self) -> None:
+        """End every hold, also those that the next step would begin."""
+        self._commands += [LetGo(name) for name in self.scheduler.requests]
+
     def make_resident(
         self,
         name: str,
@@ -298,6 +310,11 @@ class World:
             count += 1
         self.checks.check_drained()
         return count
+
+    def run_until_unheld_are_done(self) -> None:
+        """Go on until only held requests are left."""
+        while self._commands or self._open_plan is not None or self.scheduler.has_work:
+            self.step()
 
     def _flush(self) -> None:
         commands, self._commands = self._commands, []

@@ -12,6 +12,7 @@ import pytest
 
 from giveway.build import build_engine
 from giveway.core.errors import GiveWayError, InvalidRequestError
+from giveway.core.request import NEWCOMER_STATES
 from giveway.core.sampling import SamplingParams
 from giveway.engine.async_engine import AsyncEngine
 from giveway.engine.outputs import RequestOutput
@@ -200,3 +201,78 @@ def test_leaving_a_stream_of_several_answers_early_frees_all_of_them(num_seats: 
         assert len((await engine.complete([1], SHORT, request_id="left")).token_ids) == 16  # the name is free again
 
     run(body, max_num_seqs=num_seats)
+
+
+def test_a_reader_who_is_too_slow_is_held_off_the_device_and_loses_nothing() -> None:
+    # Goal: a bounded buffer, then the request gives way; it goes on where it was once its reader has caught up.
+    expected = LLM(device="dry").generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=200))[0]
+
+    async def body(engine: AsyncEngine) -> None:
+        submission = engine.engine.prepare([1, 2, 3], SamplingParams(temperature=0, max_tokens=200))
+        stream = engine.open(submission, max_unread=5)
+        for _ in range(2000):
+            if not engine.engine.has_work:  # only a held request is left
+                break
+            await asyncio.sleep(0.001)
+        state = await engine.ask(lambda e: e.scheduler.requests[stream.request_id].state)
+        assert state in NEWCOMER_STATES
+        assert engine.engine.num_unfinished == 1
+        tokens: list[int] = []
+        most = 0
+        while not stream.has_ended:
+            updates = await stream.next()
+            most = max(most, len(updates))
+            for update in updates:
+                tokens += update.token_ids
+                await asyncio.sleep(0.002)
+        assert tuple(tokens) == expected.token_ids
+        assert most <= 5 + 3  # the limit, and what a step under way still gives
+        assert updates[-1].whole is not None
+        assert updates[-1].whole.stats.num_preemptions > 1
+
+    run(body)
+
+
+def test_a_held_request_can_be_taken_back() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        stream = engine.open(engine.engine.prepare([1, 2, 3], LONG), max_unread=2)
+        while engine.engine.has_work:
+            await asyncio.sleep(0.001)
+        stream.close()
+        await until_idle(engine)
+        assert (await engine.complete([5], SHORT)).token_ids
+
+    run(body)
+
+
+def test_a_question_is_answered_between_two_steps_and_also_when_idle() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        assert await engine.ask(lambda e: e.num_unfinished) == 0
+        stream = engine.open(engine.engine.prepare([1, 2, 3], LONG))
+        assert await engine.ask(lambda e: e.num_unfinished) == 1
+        with pytest.raises(ZeroDivisionError):
+            await engine.ask(lambda _: 1 // 0)
+        stream.close()
+
+    run(body)
+
+
+def test_a_question_to_an_engine_that_was_closed_is_an_error_and_no_hang() -> None:
+    async def main() -> None:
+        engine = paced_engine()
+        await engine.close()
+        with pytest.raises(GiveWayError, match="stopped"):
+            await asyncio.wait_for(engine.ask(lambda e: e.num_unfinished), 30)
+
+    asyncio.run(main())
+
+
+def test_under_the_control_policy_a_full_pool_ends_its_batch_with_an_error_and_the_next_one_is_served() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        wish = SamplingParams(temperature=0, max_tokens=40)
+        ends = await asyncio.gather(*(engine.complete([n, 2], wish) for n in range(4)), return_exceptions=True)
+        assert all(isinstance(end, GiveWayError) and "KV cache full" in str(end) for end in ends)
+        await until_idle(engine)
+        assert len((await engine.complete([9], wish)).token_ids) == 40
+
+    run(body, scheduling_policy="none", num_kv_blocks=4)

@@ -154,7 +154,7 @@ def random_world(path: Path, rng: random.Random) -> TracedWorld:
 
 
 def live(world: TracedWorld, rng: random.Random, num_steps: int) -> None:
-    """Arrivals with branches and shared beginnings, aborts, orders to give way, poison, faults and failed steps."""
+    """Arrivals with branches and shared beginnings, aborts, orders to give way, holds, faults and failed steps."""
     for step in range(num_steps):
         unfinished = list(world.scheduler.requests)
         if rng.random() < 0.4 and len(unfinished) < 10:
@@ -178,9 +178,15 @@ def live(world: TracedWorld, rng: random.Random, num_steps: int) -> None:
             world.give_way(rng.choice(unfinished), rng.choice(list(PreemptionChoice)))
         if unfinished and rng.random() < 0.03:
             world.abort(rng.choice(unfinished))
+        if unfinished and rng.random() < 0.03:
+            world.hold(rng.choice(unfinished))
+        for name in sorted(world.scheduler.state.held):
+            if rng.random() < 0.2:
+                world.let_go(name)
         if rng.random() < 0.01:
             world.backend.fails_next = True
         world.step()
+    world.let_go_all()
 
 
 SEEN_IN_RANDOM_RUNS = ("overdue", "set_back", "suspects", "dropped", "moving", "moved", "given_up", "copies", "aborted")

@@ -97,6 +97,7 @@ class Soak:
             self._disturb()
             self.world.step()
             self._forget()
+        self.world.let_go_all()
         while self.world._commands or self.world.scheduler.has_work:
             self.world.step()
             self._forget()
@@ -135,6 +136,11 @@ class Soak:
             world.give_way(rng.choice(unfinished), rng.choice(list(PreemptionChoice)))
         if unfinished and rng.random() < 0.02:
             world.abort(rng.choice(unfinished))
+        if unfinished and rng.random() < 0.03:
+            world.hold(rng.choice(unfinished))
+        for name in sorted(world.scheduler.state.held):
+            if rng.random() < 0.1:
+                world.let_go(name)
         if rng.random() < 0.005:
             world.backend.fails_next = True
         if world.disk is not None and rng.random() < 0.02:

@@ -198,6 +198,16 @@ class AnythingMayHappen(RuleBasedStateMachine):
         names = residents or list(self.world.scheduler.requests)
         self.world.give_way(names[number % len(names)], choice)
 
+    @precondition(lambda self: self.world.scheduler.requests)
+    @rule(number=st.integers(0, MAX_UNFINISHED), is_end=st.booleans())
+    def hold(self, number: int, is_end: bool) -> None:
+        names = list(self.world.scheduler.requests)
+        name = names[number % len(names)]
+        if is_end:
+            self.world.let_go(name)
+        else:
+            self.world.hold(name)
+
     @precondition(lambda self: self.world.disk is not None)
     @rule(trouble=st.sampled_from(list(Trouble)))
     def the_disk_has_trouble(self, trouble: Trouble) -> None:
@@ -222,6 +232,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Drain: whatever was sent ends, with the tokens of an undisturbed run, and only lost copies hold blocks."""
         if hasattr(self, "world"):
+            self.world.let_go_all()
             self.world.run_until_idle(max_steps=3000)
 
 

@@ -31,4 +31,18 @@ class GiveWay:
     choice: PreemptionChoice
 
 
-Command = Submit | Abort | GiveWay
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A request is to stay off the device until it is let go; unknown ids are ignored."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """The end of a hold; no-op for one that is not held."""
+
+    request_id: RequestId
+
+
+Command = Submit | Abort | GiveWay | Hold | LetGo

@@ -22,6 +22,8 @@ def check_invariants(state: SchedulerState) -> None:
     residents = len(state.residents)
     if residents > state.config.max_num_seqs:
         raise InvariantError(f"{residents} residents on {state.config.max_num_seqs} seats")
+    if not state.held <= state.requests.keys():
+        raise InvariantError(f"finished requests are still held: {sorted(state.held - state.requests.keys())}")
     owners = state.kv.tables.keys() | state.kv.kept.keys() | state.kv.parked.keys()
     if not owners <= state.requests.keys():
         raise InvariantError(f"finished requests still own blocks: {sorted(owners - state.requests.keys())}")

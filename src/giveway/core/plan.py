@@ -55,6 +55,7 @@ class DeferralReason(Enum):
     PROMPT_IN_PROGRESS = "prompt_in_progress"  # another answer to its prompt is computing the KV that both will share
     GIVES_WAY = "gives_way"  # more of what it had kept, or its place on the host, is taken in this very step
     FORCED_OUT = "forced_out"  # told to give way in this very step
+    HELD = "held"  # nobody takes what it has made already: its reader is too slow
     FAULT_ISOLATION = "fault_isolation"  # a failed step is being repeated in parts to find the culprit
     BEHIND_DEFERRED = "behind_deferred"  # not looked at: a better-ranked request could not be served
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from giveway.core.budget import allowance_s, prefill_tokens, tokens_within
-from giveway.core.config import SchedulingPolicy, blocks_for
+from giveway.core.config import PreemptionChoice, SchedulingPolicy, blocks_for
 from giveway.core.cost_profile import ForwardWork
 from giveway.core.displacement import Displacement
 from giveway.core.errors import KVCacheFullError
@@ -83,12 +83,17 @@ class _Walk:
     # The walk
 
     def force_out(self) -> None:
-        """Preempt those who were told to give way; whoever is not running any more is left alone."""
+        """Preempt those who were told to give way or are held; whoever is not running is left alone."""
         for request_id, choice in self.state.forced.items():
             request = self.state.requests.get(request_id)
             if request is not None and request.state is RequestState.RUNNING:
                 self.room.force_out(request, choice)
                 self._defer(request, DeferralReason.FORCED_OUT)
+        for request_id in self.state.held - self.state.forced.keys():
+            request = self.state.requests[request_id]
+            if request.state is RequestState.RUNNING:
+                self.room.force_out(request, PreemptionChoice.AUTO)
+                self._defer(request, DeferralReason.HELD)
 
     def visit_all(self) -> None:
         """Visit residents and newcomers in rank order."""
@@ -175,6 +180,9 @@ class _Walk:
     # Newcomers
 
     def _visit_newcomer(self, request: Request) -> None:
+        if request.request_id in self.state.held:
+            self._defer(request, DeferralReason.HELD)
+            return
         if self.room.is_changing(request.request_id):
             self._defer(request, DeferralReason.GIVES_WAY)
             return
@@ -446,7 +454,7 @@ class _Walk:
             decodes=Decodes(tuple(self.decode_ids), tuple(self.decode_positions), tuple(self.decode_tables)),
             deferrals=tuple(self.deferrals),
         )
-        if plan.is_empty and self.state.requests and not self.state.suspects and not self.kv.has_live_copies:
+        if plan.is_empty and self.state.has_unheld and not self.state.suspects and not self.kv.has_live_copies:
             return StepPlan(
                 plan.step_id, plan.state_version, deferrals=plan.deferrals, given_up=(self._give_up_best(),)
             )
@@ -457,7 +465,8 @@ class _Walk:
 
         Residents first: a newcomer may be waiting for one of its own class, which it may not displace.
         """
-        best = next(iter([*self.residents, *self.state.newcomers]))
+        held = self.state.held
+        best = next(each for each in (*self.residents, *self.state.newcomers) if each.request_id not in held)
         needed = blocks_for(slots_to_admit(best.spec, best.num_known_tokens), self.block_size)
         pool = self.kv.device
         return GivenUp(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from giveway.core.commands import Abort, Command, Submit
+from giveway.core.commands import Abort, Command, GiveWay, Hold, Submit
 from giveway.core.config import MOST_URGENT_CLASS, CacheConfig, SchedulerConfig, SchedulingPolicy
 from giveway.core.cost_profile import SHIPPED, CostProfile, ForwardWork
 from giveway.core.errors import InvalidRequestError, InvariantError
@@ -69,7 +69,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: unfinished requests, or copies whose blocks are still to come back."""
-        return bool(self._state.requests) or self._state.kv.has_live_copies
+        return self._state.has_unheld or self._state.kv.has_live_copies
 
     def check_request(self, spec: RequestSpec) -> None:
         """Raise InvalidRequestError if the request can never be served. Reads configuration only."""
@@ -90,8 +90,14 @@ class Scheduler:
                 request = self._state.requests.get(command.request_id)
                 if request is not None:
                     events.append(self._transitions.finish(request, FinishReason.ABORT, None, now_s))
-            elif command.request_id in self._state.requests:
-                self._state.forced[command.request_id] = command.choice
+            elif isinstance(command, GiveWay):
+                if command.request_id in self._state.requests:
+                    self._state.forced[command.request_id] = command.choice
+            elif isinstance(command, Hold):
+                if command.request_id in self._state.requests:
+                    self._state.held.add(command.request_id)
+            else:
+                self._state.held.discard(command.request_id)
         events += self._transitions.lose_overdue_copies(now_s)
         self._age(now_s)
         self._state.version += 1

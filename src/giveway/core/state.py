@@ -13,7 +13,7 @@ from giveway.core.errors import InvariantError
 from giveway.core.ids import CopyId, RequestId
 from giveway.core.isolation import SuspectGroup
 from giveway.core.kv_cache import KVCache
-from giveway.core.request import Rank, Request
+from giveway.core.request import NEWCOMER_STATES, Rank, Request
 
 _rank_of = attrgetter("rank")
 
@@ -85,6 +85,7 @@ class SchedulerState:
         self.residents = RankedRequests()  # RUNNING and SWAPPING_IN: each owns a seat
         self.newcomers = RankedRequests()  # WAITING, PREEMPTED, SWAPPED: each wants one
         self.swapping_out: dict[RequestId, Request] = {}
+        self.held: set[RequestId] = set()  # unfinished requests that must stay off the device
         self.forced: dict[RequestId, PreemptionChoice] = {}  # told to give way in the next step
         self.branches: dict[RequestId, list[Request]] = {}  # unfinished branches of one prompt, by the id of the first
         self.last_arrival_s: dict[int, float] = {}  # of each class
@@ -100,6 +101,12 @@ class SchedulerState:
         self.version = 0
         self.next_step_id = 0
         self.next_copy_id = 0
+
+    @property
+    def has_unheld(self) -> bool:
+        """Whether anybody could be served, or has yet to leave the device: a held newcomer only waits."""
+        requests = self.requests
+        return len(requests) > sum(requests[name].state in NEWCOMER_STATES for name in self.held)
 
     def most_urgent_class(self) -> int:
         """Return the most urgent class in use: configured, present, or seen in the last ten minutes."""

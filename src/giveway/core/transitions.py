@@ -274,6 +274,7 @@ class Transitions:
         state.kv.forget(request_id)
         state.awaited_copies.pop(request_id, None)
         del state.requests[request_id]
+        state.held.discard(request_id)
         self._leave_branches(request)
         request.finish(reason)
         return Finished(

@@ -6,17 +6,17 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
-from giveway.core.commands import Abort, Command, GiveWay, Submit
+from giveway.core.commands import Abort, Command, GiveWay, Hold, LetGo, Submit
 from giveway.core.config import PreemptionChoice
 from giveway.core.errors import GiveWayError, InvalidRequestError, InvariantError, KVCacheFullError
 from giveway.core.events import StepEvent
 from giveway.core.executor import Executor
 from giveway.core.ids import RequestId
 from giveway.core.plan import StepOutcome, StepPlan
-from giveway.core.request import StopDecision
+from giveway.core.request import RequestSpec, StopDecision
 from giveway.core.sampling import SamplingParams
 from giveway.core.scheduler import Scheduler
 from giveway.core.tokenizing import Tokenizing
@@ -29,6 +29,16 @@ logger = logging.getLogger("giveway")
 
 Listener = Callable[[StepPlan | None, Sequence[StepEvent]], None]
 """Called after every step with its plan (None: no step was made) and events. It must not write back."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of one step went (s)."""
+
+    schedule_s: float  # accept, plan, commit
+    forward_s: float  # forward pass and sampling
+    copy_s: float  # swap copies that were waited for
+    other_s: float  # detokenizing, building the batch
 
 
 class Engine:
@@ -64,6 +74,7 @@ class Engine:
         self._numbers = count()
         self._in_step = threading.Lock()
         self._is_closed = False
+        self.last_times: StepTimes | None = None  # of the latest step that was executed, for listeners
         self._has_warned_of_disk = False
 
     # Any thread
@@ -158,6 +169,23 @@ class Engine:
             raise InvalidRequestError(f"choice is {choice!r}; it must be one of {known}") from error
         self._inbox.append(GiveWay(request_id, wanted))
 
+    def hold(self, request_id: RequestId) -> None:
+        """Keep a request, with all its branches, off the device until `let_go`: it gives way and loses nothing.
+
+        Unknown or finished ids are ignored.
+        """
+        self._send_to_branches(Hold, request_id)
+
+    def let_go(self, request_id: RequestId) -> None:
+        """End a hold; harmless for a request that is not held."""
+        self._send_to_branches(LetGo, request_id)
+
+    def _send_to_branches(self, command: type[Hold] | type[LetGo], request_id: RequestId) -> None:
+        with self._at_the_door:
+            submission = self._taken.get(request_id)
+            if submission is not None:
+                self._inbox.extend([command(each) for each in submission.request_ids if each in self._tracked])
+
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -169,6 +197,11 @@ class Engine:
         return len(self._tracked)
 
     # One thread
+
+    def spec_of(self, request_id: RequestId) -> RequestSpec | None:
+        """Return what was asked, for listeners: known up to the step that tells the end. None: unknown."""
+        tracker = self._tracked.get(request_id)
+        return None if tracker is None else tracker.spec
 
     def add_listener(self, listener: Listener) -> None:
         """Call `listener` after every step from now on."""
@@ -191,7 +224,9 @@ class Engine:
             self._in_step.release()
 
     def _step(self) -> list[RequestUpdate]:
-        self._untold += self.scheduler.accept(self._drain(), self.clock.now())
+        started_s = self.clock.now()
+        self.last_times = None
+        self._untold += self.scheduler.accept(self._drain(), started_s)
         plan: StepPlan | None = None
         if self.scheduler.has_work:
             try:
@@ -199,7 +234,7 @@ class Engine:
             except KVCacheFullError:
                 self._lose_batch()
                 raise
-            self._execute(plan)
+            self._execute(plan, started_s)
         return self._report(plan)
 
     def _drain(self) -> list[Command]:
@@ -208,7 +243,8 @@ class Engine:
             commands.append(self._inbox.popleft())
         return commands
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _execute(self, plan: StepPlan, started_s: float) -> None:
+        planned_s = self.clock.now()
         try:
             outcome = self._executor.execute(plan, self.scheduler.requests)
         except BaseException as error:
@@ -226,7 +262,16 @@ class Engine:
         except BaseException:
             self._untold += self.scheduler.abandon(plan, self.clock.now())
             raise
+        reviewed_s = self.clock.now()
         self._untold += self.scheduler.commit(plan, replace(outcome, stops=stops))
+        ended_s = self.clock.now()
+        copy_s = outcome.copy_out_s + outcome.copy_in_s
+        self.last_times = StepTimes(
+            schedule_s=(planned_s - started_s) + (ended_s - reviewed_s),
+            forward_s=outcome.forward_s,
+            copy_s=copy_s,
+            other_s=max(reviewed_s - planned_s - outcome.forward_s - copy_s, 0.0),
+        )
         self._warn_of_disk()
 
     def _review(self, outcome: StepOutcome) -> dict[RequestId, StopDecision]:

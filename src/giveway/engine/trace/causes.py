@@ -23,6 +23,7 @@ class UnservedReason(Enum):
     PROMPT_IN_PROGRESS = DeferralReason.PROMPT_IN_PROGRESS.value
     GIVES_WAY = DeferralReason.GIVES_WAY.value
     FORCED_OUT = DeferralReason.FORCED_OUT.value
+    HELD = DeferralReason.HELD.value
     FAULT_ISOLATION = DeferralReason.FAULT_ISOLATION.value
     BEHIND_DEFERRED = DeferralReason.BEHIND_DEFERRED.value
     PREEMPTED = "preempted"  # it was a resident and gave way for somebody in this very step
@@ -94,6 +95,8 @@ class Causes:
             return Cause(unserved, victims=self._leaving_for(name))
         if reason in (DeferralReason.GIVES_WAY, DeferralReason.FORCED_OUT):
             return self._gives_way(name, unserved)
+        if reason is DeferralReason.HELD:
+            return Cause(unserved, preemption=self._preemptions.get(name))
         if reason is DeferralReason.PROMPT_IN_PROGRESS:
             return Cause(unserved, beneficiary=self._branch_at_work(name))
         if reason is DeferralReason.FAULT_ISOLATION:

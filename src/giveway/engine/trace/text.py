@@ -20,6 +20,7 @@ _MEANINGS = {
     UnservedReason.PROMPT_IN_PROGRESS: "another answer to its prompt computes the KV that both will share",
     UnservedReason.GIVES_WAY: "gives up what it had kept",
     UnservedReason.FORCED_OUT: "told to give way",
+    UnservedReason.HELD: "its reader is too slow",
     UnservedReason.FAULT_ISOLATION: "a failed step is repeated in parts to find who breaks it",
     UnservedReason.BEHIND_DEFERRED: "stands behind another that could not be served",
     UnservedReason.PREEMPTED: "gives way",
