@@ -9,7 +9,7 @@ import pytest
 from giveway.core.commands import Abort, Submit
 from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig, SchedulingPolicy
 from giveway.core.errors import InvalidRequestError, InvariantError, RequestTooLargeError
-from giveway.core.events import Accepted, Preempted, PromptLogprobs, Refused, TokensComputed
+from giveway.core.events import Accepted, Admitted, Preempted, PromptLogprobs, Refused, TokenEmitted, TokensComputed
 from giveway.core.ids import RequestId
 from giveway.core.plan import DeferralReason, StepOutcome
 from giveway.core.request import FinishReason, RequestSpec, RequestState, StopDecision, paid_rank
@@ -113,6 +113,18 @@ def test_a_plan_made_on_an_older_state_is_refused() -> None:
         world.scheduler.commit(old, StepOutcome(old.step_id, 0.0))
     with pytest.raises(InvariantError, match="was given for step 0"):
         world.scheduler.commit(old, StepOutcome(5, 0.0))
+
+
+def test_waiting_for_a_seat_ends_when_the_step_begins_and_not_when_its_prefill_is_done() -> None:
+    # Goal: the queue time of a request does not contain its own prefill.
+    world = World(device_blocks=4)
+    spec = world.submit("r")
+    plan = world.plan()
+    events = world.scheduler.commit(
+        plan, StepOutcome(plan.step_id, now_s=10.0, duration_s=3.0, sampled={spec.request_id: 1})
+    )
+    assert [event.time_s for event in events if isinstance(event, Admitted)] == [7.0]
+    assert [event.time_s for event in events if isinstance(event, TokenEmitted)] == [10.0]
 
 
 def test_a_plan_is_applied_once() -> None:

@@ -190,7 +190,8 @@ class Scheduler:
                 state.kv.hold_hits(hits, state.requests[request_id].rank[0])
         transitions.give_all(plan, outcome, events)
         transitions.end_copies(plan.copies_out, outcome, events)
-        events += [transitions.admit(admission, now_s) for admission in plan.admissions]
+        seated_s = now_s - outcome.duration_s  # a seat is taken when the step begins
+        events += [transitions.admit(admission, seated_s) for admission in plan.admissions]
         events += [transitions.begin_swap_in(swap_in, now_s) for swap_in in plan.swap_ins]
         transitions.end_copies([swap_in.copy for swap_in in plan.swap_ins], outcome, events)
         for growth in plan.growths:

@@ -23,7 +23,7 @@ _Answer = TypeVar("_Answer")
 class RequestStream:
     """Updates of one request, all its branches together, for one reader. Made by `AsyncEngine.open`."""
 
-    def __init__(self, owner: AsyncEngine, submission: Submission, max_unread: int | None) -> None:
+    def __init__(self, owner: AsyncEngine, submission: Submission, max_unread: int | None, news: asyncio.Event) -> None:
         self.submission = submission
         self._owner = owner
         self._max_unread = max_unread
@@ -31,7 +31,7 @@ class RequestStream:
         self._is_held = False
         self._lock = threading.Lock()  # of the two above: both threads look at one and write the other
         self.event_loop = asyncio.get_running_loop()
-        self.news = asyncio.Event()
+        self.news = news
         self.has_ended = False
 
     @property
@@ -51,10 +51,11 @@ class RequestStream:
                 await asyncio.wait_for(self.news.wait(), timeout_s)
             except TimeoutError:
                 return []
-        return self._take()
-
-    def _take(self) -> list[RequestUpdate]:
         self.news.clear()
+        return self.take()
+
+    def take(self) -> list[RequestUpdate]:
+        """Return what has come, without waiting. Raises as `next` does."""
         with self._lock:
             items, self._items = self._items, deque()
             was_held, self._is_held = self._is_held, False
@@ -106,14 +107,19 @@ class AsyncEngine:
 
     # Requests
 
-    def open(self, submission: Submission, *, max_unread: int | None = None) -> RequestStream:
+    def open(
+        self, submission: Submission, *, max_unread: int | None = None, news: asyncio.Event | None = None
+    ) -> RequestStream:
         """Hand in what `Engine.prepare` has checked; return its stream, which must be closed.
 
         max_unread: updates that may wait for their reader. With more the request is held: it gives way until they have
-        been read. None: no limit. Raises InvalidRequestError if the name is taken; GiveWayError if the engine stopped.
+        been read. None: no limit. news: set whenever something has come; one reader of several streams gives the same
+        to all of them, and clears it before it looks. Raises InvalidRequestError if the name is taken; GiveWayError if
+        the engine stopped.
         """
         self._check_running()
-        name, stream = submission.request_id, RequestStream(self, submission, max_unread)
+        name = submission.request_id
+        stream = RequestStream(self, submission, max_unread, asyncio.Event() if news is None else news)
         # The stream first: the first update may come before hand_in returns.
         if self._streams.setdefault(name, stream) is not stream:
             raise InvalidRequestError(f"request id {name!r} is already in use")

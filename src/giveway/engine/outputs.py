@@ -67,6 +67,8 @@ class RequestUpdate:
     whole: RequestOutput | None = None  # set in the last update of all branches: choice 0's result, with all `choices`
     index: int = 0  # which of the answers to its prompt
     branch_of: RequestId | None = None  # one of several answers: the id of choice 0. None: the only one
+    # With the first token, where they were asked for: as in the result.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def submission_id(self) -> RequestId:

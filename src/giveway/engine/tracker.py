@@ -127,6 +127,7 @@ class RequestTracker:
         self._num_given = len(self._token_ids)
         text = self._detokenizer.take_new(is_last=self.finished is not None)  # first: it completes the result's text
         result = self._result(self.finished) if self.finished is not None else None
+        scores_prompt = self.spec.sampling.prompt_logprobs is not None and start == 0 < self._num_given
         return RequestUpdate(
             self.spec.request_id,
             text,
@@ -136,6 +137,7 @@ class RequestTracker:
             self.whole.end(result) if result is not None else None,
             self._index,
             self.spec.branch_of,
+            tuple(self._prompt_logprobs) if scores_prompt else None,
         )
 
     def _result(self, finished: Finished) -> RequestOutput:
