@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from giveway.cli import bench_serve
 from giveway.cli.flags import flag, takes_engine_options
 from giveway.cli.output_file import takes_json_file
 from giveway.core.errors import MissingDependencyError, OutputFileError
@@ -158,6 +159,9 @@ def pace(options: EngineOptions, quick: bool, json_file: str | None) -> None:
 
     num_tokens = QUICK_BACKGROUND_TOKENS if quick else BACKGROUND_TOKENS
     _show(bench_pace(options, num_arrivals=2 if quick else 4, background_tokens=num_tokens), json_file)
+
+
+command.add_command(bench_serve.command)
 
 
 def _show(report: Report, json_file: str | None) -> None:

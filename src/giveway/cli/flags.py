@@ -153,10 +153,11 @@ def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None)
         return
     group = ctx.find_root().command
     commands = group.list_commands(ctx) if isinstance(group, click.Group) else [ctx.info_name or ""]
+    is_at_top = ctx.parent is None or ctx.parent.parent is None  # `bench serve` is not the command of table [serve]
     own = {option.name for option in ctx.command.params if isinstance(option, click.Option) and option.name}
     settings = read_config_file(
         value,
-        command=ctx.info_name or "",
+        command=(ctx.info_name or "") if is_at_top else "",
         engine_names=ENGINE_NAMES,
         command_names=own - set(ENGINE_NAMES) - {"config", "debug", "help"},
         commands=commands,

@@ -13,6 +13,7 @@
     ├── KVCacheFullError            the control policy `none` ran out of KV blocks: the batch is lost
     ├── RequestFailedError          one request ended with a fault of its own (raised to its caller only)
     ├── OutputFileError             results cannot be written (full disk, no permission)
+    ├── TargetServerError           the server that `giveway bench serve` measures cannot be used
     ├── DeviceFaultError            a forward pass or a copy failed on the device
     └── InvariantError              our own bug: the state is inconsistent, and going on would corrupt answers
 
@@ -75,6 +76,10 @@ class RequestFailedError(GiveWayError):
 
 class OutputFileError(GiveWayError):
     """Results cannot be written; what was written before stays valid."""
+
+
+class TargetServerError(GiveWayError):
+    """The server that is measured does not answer, or refuses what every request needs."""
 
 
 class DeviceFaultError(GiveWayError):
