@@ -26,7 +26,7 @@ _KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def read_options(given: Mapping[str, Any], json_file: str | None) -> ServeOptions:
-    """Return what was asked for. given: the flags by name. json_file: of --json. Raises ConfigError, which names the flag."""
+    """Return what was asked for. given: flags by name. json_file: of --json. Raises ConfigError, naming the flag."""
     from giveway.bench.serve.client import Target
     from giveway.bench.serve.run import ServeOptions
 
@@ -236,8 +236,10 @@ def _trace(given: Mapping[str, Any]) -> Trace | None:
         raise ConfigError("--dataset-name random has no file; leave out --trace")
     path, limit = Path(given["trace_file"]), given["trace_limit"] or given["num_prompts"]
     trace_format = find_format(path) if name == "auto" else TraceFormat(name)
-    summary = look_through(path, trace_format, limit=limit)
-    return Trace(path, trace_format, summary, limit, given["time_scale"])
+    duration_s, time_scale = given["duration_s"], given["time_scale"]
+    until_s = None if duration_s is None else duration_s / time_scale
+    summary = look_through(path, trace_format, limit=limit, until_s=until_s)
+    return Trace(path, trace_format, summary, limit, time_scale)
 
 
 # What is reported

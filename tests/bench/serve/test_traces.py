@@ -100,6 +100,12 @@ def test_a_limit_ends_the_trace_and_nothing_behind_it_is_read(tmp_path: Path) ->
         look_through(path, TraceFormat.BURSTGPT, limit=None)
 
 
+def test_only_what_will_be_replayed_within_the_duration_is_looked_through(tmp_path: Path) -> None:
+    path = put(tmp_path, BURSTGPT + "broken\n")
+    summary = look_through(path, TraceFormat.BURSTGPT, limit=None, until_s=114.0)
+    assert (summary.num_requests, summary.num_left_out, summary.last_due_s) == (2, 1, 40.0)
+
+
 def test_a_limit_counts_the_same_requests_when_looked_through_and_when_replayed(tmp_path: Path) -> None:
     # Goal: lines that are left out do not use up the limit in one of the two only.
     path = put(tmp_path, BURSTGPT)

@@ -138,7 +138,7 @@ async def connect(target: Target, now_s: Callable[[], float]) -> AsyncIterator[C
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=target.verifies_certificate),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=target.silence_s),
-        headers=target.headers,
+        headers={"Accept-Encoding": "identity", **target.headers},  # compressing would hold tokens back
     ) as session:
         yield Client(target, session, now_s)
 

@@ -64,28 +64,32 @@ def _show_throughput(report: ServeReport, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    has_goodput = report.total.num_good is not None
+    groups = [*report.classes, report.total] if len(report.classes) > 1 else report.classes
     table = Table(title="Requests and throughput")
-    table.add_column("class")
-    titles = ["requests", "completed", "errors", "cut off", "window s", "req/s", "output tok/s", "total tok/s"]
-    for title in [*titles, *(["goodput req/s", "good"] if has_goodput else [])]:
-        table.add_column(title, justify="right")
-    rows = [*report.classes, report.total] if len(report.classes) > 1 else report.classes
-    for row in rows:
-        good = [_number(row.goodput), str(row.num_good)] if has_goodput else []
-        table.add_row(
-            Text(row.name),
-            str(row.num_requests),
-            str(row.num_completed),
-            Text(str(row.num_errors), style="bold red" if row.num_errors else ""),
-            str(row.num_cut_off),
-            _number(row.window_s),
-            _number(row.per_second(row.num_completed)),
-            _number(row.per_second(row.output_tokens)),
-            _number(row.per_second(row.prompt_tokens + row.output_tokens)),
-            *good,
-        )
+    table.add_column("")
+    for figures in groups:
+        table.add_column(Text(figures.name), justify="right", overflow="fold")
+    columns = [_counts(figures) for figures in groups]
+    for name in columns[0]:
+        is_bad = name == "errors" and report.total.num_errors > 0
+        table.add_row(name, *(column[name] for column in columns), style="bold red" if is_bad else None)
     console.print(table)
+
+
+def _counts(figures: ClassFigures) -> dict[str, str]:
+    counts = {
+        "requests": str(figures.num_requests),
+        "completed": str(figures.num_completed),
+        "errors": str(figures.num_errors),
+        "cut off": str(figures.num_cut_off),
+        "window, s": _number(figures.window_s),
+        "requests/s": _number(figures.per_second(figures.num_completed)),
+        "output tokens/s": _number(figures.per_second(figures.output_tokens)),
+        "total tokens/s": _number(figures.per_second(figures.prompt_tokens + figures.output_tokens)),
+    }
+    if figures.num_good is not None:
+        counts |= {"within limits": str(figures.num_good), "goodput, requests/s": _number(figures.goodput)}
+    return counts
 
 
 def _show_times(report: ServeReport, console: Console) -> None:
@@ -93,20 +97,15 @@ def _show_times(report: ServeReport, console: Console) -> None:
     from rich.text import Text
 
     table = Table(title="Times of completed requests, milliseconds")
-    table.add_column("class")
     table.add_column("")
     percents = [percent_key(percent) for percent in report.settings["percentiles"]]
     for title in ("mean", "std", *percents, "max", "values"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for figures in report.classes:
-        lines = [(_NAMES[metric], figures.spreads[metric]) for metric in report.metrics]
-        for place, (name, found) in enumerate([*lines, ("client lag", figures.lag)]):
-            table.add_row(
-                Text(figures.name if place == 0 else ""),
-                name,
-                *_times(found, len(percents)),
-                end_section=name == "client lag",
-            )
+        table.add_row(Text(figures.name, style="bold"))
+        for metric in report.metrics:
+            table.add_row(f"  {_NAMES[metric]}", *_times(figures.spreads[metric], len(percents)))
+        table.add_row("  client lag", *_times(figures.lag, len(percents)), end_section=True)
     console.print(table)
 
 
@@ -120,7 +119,7 @@ def _times(found: Spread | None, num_percents: int) -> list[str]:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.2f}"
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def remarks(report: ServeReport) -> list[str]:

@@ -81,12 +81,17 @@ def find_format(path: Path) -> TraceFormat:
     )
 
 
-def look_through(path: Path, trace_format: TraceFormat, *, limit: int | None) -> TraceSummary:
-    """Check every line that will be replayed, before anything is sent. Raises ConfigError with the line's number."""
+def look_through(
+    path: Path, trace_format: TraceFormat, *, limit: int | None, until_s: float | None = None
+) -> TraceSummary:
+    """Check every line that will be replayed, before anything is sent. Raises ConfigError with the line's number.
+
+    limit: requests at most. until_s: time of the last one at most, before scaling. None: no such limit.
+    """
     num_requests, last_due_s, num_left_out = 0, 0.0, 0
     priorities: dict[int | None, None] = {}
     for request in _every(path, trace_format):
-        if num_requests == limit:
+        if num_requests == limit or (until_s is not None and request.due_s > until_s):
             break
         if _is_empty(request):
             num_left_out += 1

@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file to replay, looked through already."""
+    """A trace file to replay, looked through already, as far as it will be replayed."""
 
     path: Path
     format: TraceFormat
@@ -147,7 +147,7 @@ class Workload:
             class_names=tuple(trace_class(priority) for priority in trace.summary.priorities),
             concurrency=None,
             start_s=0.0,
-            num_requests=trace.summary.num_requests if self.duration_s is None else None,
+            num_requests=trace.summary.num_requests,
             is_endless=False,
         )
 
