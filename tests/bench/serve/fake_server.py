@@ -109,7 +109,10 @@ class FakeServer:
         script = self.choose(len(self.seen) - 1, body)
         try:
             return await self._play(request, body, script)
-        except (asyncio.CancelledError, ConnectionResetError):
+        except ConnectionResetError:
+            seen.is_cut = True
+            return web.Response()  # nobody reads it
+        except asyncio.CancelledError:
             seen.is_cut = True
             raise
 

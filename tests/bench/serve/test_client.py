@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -144,6 +145,40 @@ def closed_port() -> Iterator[str]:
 def test_nobody_there_is_a_connection_error(closed_port: str) -> None:
     (record,) = ask(closed_port, request())
     assert (record.outcome, record.failure) == (Outcome.FAILED, "connection")
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "failure"),
+    [
+        (b"", "connection"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "broken stream"),
+        (b"HTTP/1.1 200 OK\r\nbroken header\r\n\r\n", "broken stream"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: " + b"y" * 100_000 + b"\r\n\r\n", "broken stream"),
+        (HEAD + b"Content-Length: 500\r\n\r\ndata: {}\n\n", "broken stream"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nnonsense", "broken stream"),
+        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 8\r\n\r\nnot gzip", "broken stream"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\nContent-Length: 0\r\n\r\n", "http 302"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", "http 204"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 3\r\n\r\n[1]", "broken stream"),
+    ],
+)
+def test_bytes_that_are_no_answer_fail_one_request_and_nothing_else(sent: bytes, failure: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer_once() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(sent)
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        (record,) = ask(f"http://127.0.0.1:{listening.getsockname()[1]}", request())
+        thread.join()
+    assert (record.outcome, record.failure) == (Outcome.FAILED, failure)
 
 
 def test_a_failed_request_harms_no_other_of_the_same_client() -> None:

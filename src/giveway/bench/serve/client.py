@@ -79,7 +79,8 @@ class Client:
         except (EventTooLongError, UnreadableAnswerError) as error:
             raise RequestFailure(FailureKind.BROKEN_STREAM, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
-            kind = FailureKind.BROKEN_STREAM if has_answer else FailureKind.CONNECTION
+            is_lost = isinstance(error, aiohttp.ClientConnectionError | OSError) and not has_answer
+            kind = FailureKind.CONNECTION if is_lost else FailureKind.BROKEN_STREAM
             raise RequestFailure(kind, as_detail(str(error) or type(error).__name__)) from error
         if not sighting.has_tokens:
             raise RequestFailure(FailureKind.EMPTY_ANSWER, "the answer ended without a token")
