@@ -11,6 +11,7 @@ import pytest
 
 from giveway.cli.__main__ import main
 from giveway.cli.flags import flag, takes_engine_options
+from giveway.cli.session import Session
 from giveway.options import GIB, EngineOptions
 from tests.cli.conftest import Cli
 
@@ -132,3 +133,25 @@ def test_one_text_in_the_file_is_enough_for_an_option_that_takes_several(resolve
     file = tmp_path / "giveway.toml"
     file.write_text('[generate]\nstop = "end"\n')
     assert resolve("--config", file)[1]["stop"] == ("end",)
+
+
+def test_the_table_of_a_command_is_not_read_by_a_command_of_that_name_further_down(tmp_path: Path) -> None:
+    # Goal: [serve] belongs to `giveway serve`; `giveway bench serve` has other flags and must not stumble over it.
+    seen: list[dict[str, Any]] = []
+
+    def make_serve(name: str) -> click.Command:
+        @click.command("serve")
+        @flag(name, help="For the test.")
+        @takes_engine_options(only=("seed",))
+        def serve(options: EngineOptions, **rest: Any) -> None:
+            seen.append({"seed": options.seed, **rest})
+
+        return serve
+
+    bench = click.Group("bench", commands=[make_serve("rate")])
+    group = click.Group("giveway", commands=[make_serve("listen"), bench])
+    config = tmp_path / "settings.toml"
+    config.write_text('seed = 7\n[serve]\nlisten = "here"\n')
+    for arguments in (["serve"], ["bench", "serve"]):
+        group.main([*arguments, "--config", str(config)], standalone_mode=False, obj=Session())
+    assert seen == [{"seed": 7, "listen": "here"}, {"seed": 7, "rate": None}]

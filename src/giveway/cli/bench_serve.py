@@ -44,6 +44,7 @@ class SpacedValues(click.Command):
 
 
 def _flag(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decorated]:
+    """Declare a flag. One that an engine has too needs `into`: what a file sets for the engine is not meant for it."""
     return flag(name, *more, variable=f"bench_serve_{name}", **settings)
 
 
@@ -61,7 +62,12 @@ _TAKES_TARGET = _flags(
     _flag("host", default="127.0.0.1", help="The server's host, without --base-url."),
     _flag("port", default=8000, type=WholeNumber(), help="The server's port, without --base-url."),
     _flag("endpoint", default="/v1/completions", help="Where requests go; /v1/chat/completions sends messages."),
-    _flag("model", metavar="NAME", help="Name of the model in requests. Default: the first that the server lists."),
+    _flag(
+        "model",
+        into="model_name",
+        metavar="NAME",
+        help="Name of the model in requests. Default: the first that the server lists.",
+    ),
     _flag("header", metavar="NAME=VALUE", multiple=True, help="A header of every request. Several are allowed."),
     _flag("extra_body", metavar="JSON", help="Fields of every body; null leaves one out that would be there."),
     _flag("insecure", is_flag=True, help="Take any TLS certificate."),
@@ -104,7 +110,13 @@ _TAKES_LOAD = _flags(
     _flag("ignore_eos", is_switch=True, default=True, help="Answers of exactly the wished length."),
     _flag("temperature", type=Number(), help="0: always the most likely token. Default: the server's."),
     _flag("num_warmups", default=0, type=WholeNumber(), help="Requests before the run, one after another."),
-    _flag("seed", default=0, type=WholeNumber(), help="Of prompts, lengths and arrivals. Another one: other prompts."),
+    _flag(
+        "seed",
+        into="load_seed",
+        default=0,
+        type=WholeNumber(),
+        help="Of prompts, lengths and arrivals. Another one: other prompts.",
+    ),
     _flag("request_id_prefix", metavar="TEXT", help="Of X-Request-Id. Default: bench- and random letters."),
 )
 

@@ -44,7 +44,7 @@ def read_options(given: Mapping[str, Any], json_file: str | None) -> ServeOption
         workload=_workload(given, is_chat=target.is_chat),
         question=_question(given),
         metrics=_metrics(given["percentile_metrics"]),
-        model=given["model"],
+        model=given["model_name"],
         ignores_eos=given["ignore_eos"],
         temperature=given["temperature"],
         extra_body=_extra_body(given["extra_body"]),
@@ -173,14 +173,14 @@ def _workload(given: Mapping[str, Any], *, is_chat: bool) -> Workload:
     if not (dash and first.strip().isdecimal() and last.strip().isdecimal()):
         raise ConfigError(f"--random-vocab {given['random_vocab']!r}: write FIRST-LAST such as 1000-20000")
     prompts = PromptMaker(
-        PromptFormat(prompt_format), Vocabulary(int(first), int(last)), given["seed"], given["random_prefix_len"]
+        PromptFormat(prompt_format), Vocabulary(int(first), int(last)), given["load_seed"], given["random_prefix_len"]
     )
     prefix = given["request_id_prefix"]
     return Workload(
         classes=_classes(given),
         trace=_trace(given),
         duration_s=given["duration_s"],
-        seed=given["seed"],
+        seed=given["load_seed"],
         prompts=prompts,
         name_prefix=f"bench-{secrets.token_hex(4)}-" if prefix is None else _id_prefix(prefix),
     )

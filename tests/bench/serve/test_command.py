@@ -340,6 +340,18 @@ def test_without_aiohttp_the_command_says_how_to_install_it(
     assert "pip install 'giveway[bench]'" in capsys.readouterr().err
 
 
+def test_what_a_file_sets_for_the_engine_is_not_meant_for_the_load(tmp_path: Path) -> None:
+    # Goal: the engine's model is a file and its seed one of sampling; the server's name for its model is another thing.
+    config = tmp_path / "settings.toml"
+    config.write_text('model = "weights.gguf"\nseed = 77\n')
+    with FakeServer() as server:
+        assert (
+            serve(server, "--class", "a:burst=1,prompt=4,output=2", "--config", config, "--json", tmp_path / "o") == 0
+        )
+        assert server.bodies[0]["model"] == MODEL
+    assert json.loads((tmp_path / "o").read_text())["settings"]["seed"] == 0
+
+
 def test_ctrl_c_prints_what_was_measured_until_then(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     with FakeServer(lambda number, body: Script(hangs=number >= 6)) as server:

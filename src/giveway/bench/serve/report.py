@@ -51,6 +51,7 @@ def show(report: ServeReport) -> None:
 
     classes = report.settings.get("classes", {})
     others = {name: value for name, value in report.settings.items() if name != "classes"}
+    say("machine of the client: " + ", ".join(f"{name} {value}" for name, value in describe_machine().items()))
     say("settings: " + ", ".join(f"{name} {value}" for name, value in others.items()))
     for name, described in classes.items():
         say(f"class {name}: " + ", ".join(f"{key} {value}" for key, value in described.items()))
