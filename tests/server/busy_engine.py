@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,18 @@ from giveway.core.errors import DeviceFaultError
 from giveway.core.events import StepEvent
 from giveway.core.executor import Executor, RequestFacts
 from giveway.core.ids import RequestId
-from giveway.core.plan import StepOutcome, StepPlan
+from giveway.core.plan import BlockCopy, StepOutcome, StepPlan
 from giveway.core.request import RequestSpec
 from giveway.core.sampling import SamplingParams
+from giveway.core.scheduler import Scheduler
 from giveway.engine.clock import StepClock
 from giveway.engine.engine import Engine
+from giveway.engine.intake import Intake, Submission
 from giveway.engine.outputs import RequestOutput
 from giveway.options import EngineOptions
 from giveway.runtime.dry.dry_backend import DryBackend
+from giveway.runtime.dry.scripted_copies import CopyFate, ScriptedCopies
+from giveway.runtime.model_executor import ModelExecutor
 from giveway.server.metrics import Metrics
 
 BLOCK_SIZE = 4
@@ -37,6 +41,26 @@ def dry(**options: Any) -> BuiltEngine:
     """Build a small engine on the dry device, with a clock that counts."""
     settings = {"device": "dry", "block_size": BLOCK_SIZE, "seed": 1, "check_invariants": True, **options}
     return build_engine(EngineOptions(**settings), StepClock())
+
+
+def overlapped(seed: int) -> Engine:
+    """Build an engine whose copies end some steps after they began, or fail, or are never heard of again."""
+    built = dry(num_kv_blocks=24, max_num_seqs=6, swap_space=12 * BLOCK_BYTES)
+    config = replace(built.scheduler_config, overlapped_copies=True, copy_timeout_s=0.1)
+    rng, clock, model = random.Random(seed), StepClock(), built.model
+
+    def fate(_: BlockCopy) -> CopyFate:
+        draw = rng.random()
+        return CopyFate(delay_steps=rng.randrange(4), fails=draw < 0.2, is_lost=0.2 <= draw < 0.22)
+
+    return Engine(
+        Scheduler(config, built.cache_config),
+        ModelExecutor(model.backend, clock.now, ScriptedCopies(model.backend, fate)),
+        model.tokenizer,
+        Intake(model.tokenizer, config, built.cache_config, eos_token_ids=model.eos_token_ids),
+        clock,
+        block_bytes=built.engine.block_bytes,
+    )
 
 
 def samples_of(metrics: Metrics) -> Samples:
@@ -95,6 +119,7 @@ class Work:
 
     engine: Engine
     rng: random.Random
+    hand_in: Callable[[Submission], RequestId]
     told: list[Told] = field(default_factory=list)
     specs: dict[RequestId, RequestSpec] = field(default_factory=dict)
     results: dict[RequestId, RequestOutput] = field(default_factory=dict)
@@ -107,13 +132,13 @@ class Work:
                 self.specs[event.request_id] = spec
         self.told.append(Told(plan, tuple(events), plan is not None and self.engine.last_times is not None))
 
-    def submit(self) -> RequestId:
-        """Hand in one more request; some begin like others, and some want several answers."""
+    def prepare(self) -> Submission:
+        """Make a request; some begin like others, and some want several answers."""
         rng = self.rng
         begin = [7] * rng.choice((0, 0, 8, 16))
         prompt = begin + [rng.randrange(256) for _ in range(rng.randrange(1, 30))]
         sampling = SamplingParams(temperature=0, max_tokens=rng.randrange(1, 40), n=rng.choice((1, 1, 1, 3)))
-        return self.engine.submit(prompt, sampling, priority=rng.choice(PRIORITIES))
+        return self.engine.prepare(prompt, sampling, priority=rng.choice(PRIORITIES))
 
     def step(self) -> None:
         """Make one step."""
@@ -141,7 +166,7 @@ class Work:
         names: list[RequestId] = []
         for _ in range(num_steps):
             if self.rng.random() < 0.35:
-                names.append(self.submit())
+                names.append(self.hand_in(self.prepare()))
             if names:
                 self.disturb(names[-12:])
             if self.engine.has_work:
@@ -167,6 +192,6 @@ def busy(seed: int, directory: Path, *, fault_rate: float = 0.01, **options: Any
     )
     rng = random.Random(seed)
     built.engine._executor = FailingNowAndThen(built.engine._executor, lambda: rng.random() < fault_rate)
-    work = Work(built.engine, rng)
+    work = Work(built.engine, rng, built.engine.hand_in)
     built.engine.add_listener(work.listen)
     return work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -19,7 +20,18 @@ from giveway.core.sampling import SamplingParams
 from giveway.server.classes import PriorityClasses
 from giveway.server.metric_families import Rejection
 from giveway.server.metrics import Metrics
-from tests.server.busy_engine import BLOCK_BYTES, PRIORITIES, Samples, Work, busy, dry, samples_of, total, value
+from tests.server.busy_engine import (
+    BLOCK_BYTES,
+    PRIORITIES,
+    Samples,
+    Work,
+    busy,
+    dry,
+    overlapped,
+    samples_of,
+    total,
+    value,
+)
 
 NAMES = ("priority", "default", "flex", "batch")
 SEEDS = range(3)
@@ -322,22 +334,57 @@ def test_deferrals_are_counted_by_reason(finished_work: tuple[Work, Samples]) ->
 # Gauges
 
 
+PLACES = {
+    RequestState.WAITING: "waiting",
+    RequestState.PREEMPTED: "waiting",
+    RequestState.RUNNING: "running",
+    RequestState.SWAPPING_IN: "running",
+    RequestState.SWAPPED: "swapped",
+    RequestState.SWAPPING_OUT: "swapped",
+}
+
+
+def check_places(samples: Samples, work: Work) -> None:
+    """Compare the gauges of requests with the states that the scheduler knows."""
+    requests = work.engine.scheduler.requests.values()
+    found = Counter((PLACES[request.state], class_of(work, request.request_id)) for request in requests)
+    for place in ("running", "waiting", "swapped"):
+        assert told(samples, f"vllm:num_requests_{place}") == {name: found[place, name] for name in NAMES}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gauges_and_ends_are_right_when_copies_are_late_fail_or_get_lost(seed: int) -> None:
+    # Goal: requests that end, or lose their KV, while it is being copied, leave no gauge behind.
+    engine = overlapped(seed)
+    work = Work(engine, random.Random(seed), engine.hand_in)
+    engine.add_listener(work.listen)
+    metrics = metrics_of(work)
+    work.run(80, lambda: None if len(work.told) % 10 else check_places(samples_of(metrics), work))
+    samples = samples_of(metrics)
+    assert value(samples, "giveway:failed_copies_total") > 0
+    assert total(samples, "vllm:request_success_total", finished_reason="abort") > 0
+    assert not sum(total(samples, f"vllm:num_requests_{place}") for place in ("running", "waiting", "swapped"))
+    check_totals(samples, work)
+
+
+def check_totals(samples: Samples, work: Work) -> None:
+    ended = [(name, 1.0) for name in work.results]
+    assert told(samples, "vllm:request_success_total") == by_class(work, ended)
+    output = [(name, len(result.token_ids)) for name, result in work.results.items()]
+    assert told(samples, "vllm:generation_tokens_total") == by_class(work, output)
+    out = [(name, result.stats.swapped_out_bytes) for name, result in work.results.items()]
+    assert told(samples, "giveway:swapped_bytes_total", direction="out") == by_class(work, out)
+
+
 def test_gauges_tell_the_state_of_the_scheduler_between_steps(tmp_path: Path) -> None:
     work = busy(5, tmp_path)
     metrics = metrics_of(work)
-    places = {RequestState.RUNNING: "running", RequestState.SWAPPED: "swapped"}
 
     def check() -> None:
         if len(work.told) % 5:  # reading takes longer than the step
             return
         samples, state = samples_of(metrics), work.engine.scheduler.state
-        found = Counter(
-            (places.get(request.state, "waiting"), class_of(work, request.request_id))
-            for request in state.requests.values()
-        )
-        for place in ("running", "waiting", "swapped"):
-            expected = {name: found[place, name] for name in NAMES}
-            assert told(samples, f"vllm:num_requests_{place}") == expected
+        check_places(samples, work)
         device = state.kv.device
         assert value(samples, "vllm:kv_cache_usage_perc") == device.num_owned / device.size
         assert value(samples, "vllm:gpu_cache_usage_perc") == device.num_owned / device.size
@@ -347,7 +394,7 @@ def test_gauges_tell_the_state_of_the_scheduler_between_steps(tmp_path: Path) ->
             assert total(samples, "giveway:kv_blocks", tier=tier) == pool.size
         assert value(samples, "giveway:num_requests_held") == len(state.held)
 
-    work.run(100, check)
+    work.run(60, check)
 
 
 def assert_nothing_is_left(samples: Samples) -> None:

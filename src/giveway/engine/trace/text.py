@@ -11,7 +11,8 @@ from giveway.engine.trace.explain import RequestTotals, Unserved, alternatives_o
 
 _NUM_NAMED = 3  # of a long list of requests
 
-_MEANINGS = {
+# What each reason means, as the rest of a sentence about the request.
+MEANINGS = {
     UnservedReason.NO_DEVICE_BLOCKS: "no room in the pool, and nobody whom it may displace would free enough",
     UnservedReason.NO_TOKENS: "the token budget of the step went to others",
     UnservedReason.NO_SEAT: "every seat is taken by work that it may not displace",
@@ -101,7 +102,7 @@ def _whom(span: Unserved) -> str:
 
 
 def _meaning(span: Unserved) -> str:
-    text, reason = _MEANINGS[span.reason], span.reason
+    text, reason = MEANINGS[span.reason], span.reason
     if reason is UnservedReason.COPY_IN_FLIGHT and span.victims:
         return f"its room comes free when KV of {_names(span.victims)} has been copied"
     if reason is UnservedReason.GIVES_WAY and span.preemption is None and span.beneficiary:
