@@ -1,0 +1,280 @@
+"""Logs of the server process: one line for each record, for people or as JSON, that no client's text can forge.
+
+Never a prompt, an answer or a key: a record has a message of ours, and `fields` of names and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, TextIO
+from urllib.parse import urlsplit
+
+MAX_MESSAGE_CHARACTERS = 8192
+MAX_VALUE_CHARACTERS = 1024
+MAX_TRACEBACK_LINES = 200
+MAX_BITS = 64  # of an integer: readers of JSON know no larger ones
+MAX_ITEMS = 64  # of a list or an object among the fields
+
+LogFormat = Literal["text", "json"]
+
+_FINISHED = logging.getLogger("giveway.server.request")
+_CLIENT_GONE = 499
+_UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+
+
+class Ending(Protocol):
+    """The end of an API request, as far as its line needs it."""
+
+    @property
+    def api_id(self) -> str:
+        """Its id."""
+
+    @property
+    def alias(self) -> str | None:
+        """A further name, which is the client's."""
+
+    @property
+    def key_name(self) -> str:
+        """Name of the holder of its key; never the key."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it came in."""
+
+    @property
+    def priority(self) -> int:
+        """Its class, as a number."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it was answered piece by piece."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it belongs to a batch."""
+
+    @property
+    def status(self) -> int:
+        """Status of HTTP; 499: the client went away."""
+
+    @property
+    def duration_s(self) -> float:
+        """From its arrival to its end (s)."""
+
+    @property
+    def num_choices(self) -> int:
+        """Answers over all prompts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each once."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all answers."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens computed again after a preemption."""
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes of KV copied either way."""
+
+    @property
+    def preemptions(self) -> Mapping[str, int]:
+        """Times it gave way, by mode."""
+
+    @property
+    def finish_reasons(self) -> Mapping[str, int]:
+        """Answers by the reason of their end."""
+
+    @property
+    def queue_s(self) -> float | None:
+        """Arrival to first seat. None: it got none."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token. None: there was none."""
+
+
+def log_finished(ending: Ending, *, model: str, class_name: str, tier: str | None = None) -> None:
+    """Write the one line of an API request that has ended. tier: the `service_tier` it was served under."""
+    fields: dict[str, Any] = {
+        "id": ending.api_id,
+        "alias": ending.alias,
+        "class": class_name,
+        "priority": ending.priority,
+        "tier": tier,
+        "key": ending.key_name,
+        "model": model,
+        "endpoint": ending.endpoint,
+        "stream": ending.is_stream,
+        "batch": ending.is_batch,
+        "status": ending.status,
+        "client_gone": ending.status == _CLIENT_GONE,
+        "choices": ending.num_choices,
+        "prompt_tokens": ending.num_prompt_tokens,
+        "output_tokens": ending.num_output_tokens,
+        "cached_tokens": ending.num_cached_tokens,
+        "recomputed_tokens": ending.num_recomputed_tokens,
+        "swapped_bytes": ending.swapped_bytes,
+        "preemptions": dict(ending.preemptions),
+        "finish_reasons": dict(ending.finish_reasons),
+        "queue_s": ending.queue_s,
+        "ttft_s": ending.ttft_s,
+        "e2e_s": ending.duration_s,
+    }
+    _FINISHED.info("request finished", extra={"fields": fields})
+
+
+def configure_logging(
+    log_format: LogFormat = "text", level: int | str = logging.INFO, stream: TextIO | None = None
+) -> logging.Handler:
+    """Let every logger of this process, uvicorn's too, write to one stream; called again, it replaces the handler.
+
+    stream: None: standard error. Run uvicorn with `log_config=None`, which else would set up its own. Returns the
+    handler. Raises ValueError for an unknown level.
+    """
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+    handler.addFilter(_without_query)
+    root = logging.getLogger()
+    root.setLevel(level)
+    for old in list(root.handlers):
+        if isinstance(old.formatter, TextLines | JsonLines):
+            root.removeHandler(old)
+    root.addHandler(handler)
+    for name in _UVICORN:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+    return handler
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    """Take the query out of uvicorn's access lines: clients put keys there."""
+    arguments = record.args
+    if record.name == "uvicorn.access" and isinstance(arguments, tuple) and len(arguments) == 5:
+        client, method, path, version, status = arguments
+        record.args = (client, method, _path_of(str(path)), version, status)
+    return True
+
+
+def _path_of(target: str) -> str:
+    try:
+        return urlsplit(target).path
+    except ValueError:
+        return target.partition("?")[0]
+
+
+# Lines
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: ts, level, logger, message, then the fields of the record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its end."""
+        line: dict[str, Any] = {
+            "ts": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _short(record.getMessage(), MAX_MESSAGE_CHARACTERS),
+        }
+        for name, value in _fields_of(record).items():
+            line.setdefault(_short(str(name), MAX_VALUE_CHARACTERS), _plain(value))
+        traceback = _traceback(self, record)
+        if traceback:
+            line["traceback"] = [_short(each, MAX_MESSAGE_CHARACTERS) for each in traceback]
+        return json.dumps(line, ensure_ascii=True, allow_nan=False)
+
+
+class TextLines(logging.Formatter):
+    """A line for people: time, level, logger, message, then name=value. Lines of a traceback begin with `    | `."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its end."""
+        message = printable(_cut(record.getMessage(), MAX_MESSAGE_CHARACTERS))
+        parts = [_timestamp(record.created), f"{record.levelname:<7}", f"{record.name}:", message]
+        parts += [f"{_field_name(name)}={_in_text(value)}" for name, value in _fields_of(record).items()]
+        lines = [" ".join(parts)]
+        lines += [f"    | {printable(_cut(each, MAX_MESSAGE_CHARACTERS))}" for each in _traceback(self, record)]
+        return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """Return text with everything escaped that could end a line, move a cursor, or turn the direction of writing."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[Any, Any]:
+    fields = getattr(record, "fields", None)
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def _timestamp(seconds: float) -> str:
+    """Return a moment in ISO 8601, UTC, with milliseconds."""
+    whole = math.floor(seconds)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{int((seconds - whole) * 1000):03d}Z"
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    """Return the lines of a record's traceback and stack; of very many the last ones, which name the error."""
+    parts = []
+    if record.exc_info and record.exc_info[0] is not None:
+        parts.append(formatter.formatException(record.exc_info))
+    elif record.exc_text:
+        parts.append(record.exc_text)
+    if record.stack_info:
+        parts.append(formatter.formatStack(record.stack_info))
+    return [line for part in parts for line in part.splitlines()][-MAX_TRACEBACK_LINES:]
+
+
+def _field_name(name: object) -> str:
+    return printable(_cut(str(name), MAX_VALUE_CHARACTERS)).replace("=", "_").replace(" ", "_")
+
+
+def _in_text(value: object) -> str:
+    """Return a value of a field so that it cannot be taken for another field."""
+    if isinstance(value, str) and value.isprintable() and value and not set(value) & set(" =\"'\\{}[],"):
+        return _cut(value, MAX_VALUE_CHARACTERS)
+    plain = _plain(value)
+    return "-" if plain is None else printable(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
+
+
+def _plain(value: object, depth: int = 3) -> Any:
+    """Return a value as JSON has it. Whatever it is, something comes of it: a log must not raise."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= MAX_BITS else _short(hex(value), MAX_VALUE_CHARACTERS)
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping) and depth:
+        items = list(value.items())[:MAX_ITEMS]
+        return {_short(str(key), MAX_VALUE_CHARACTERS): _plain(each, depth - 1) for key, each in items}
+    if isinstance(value, list | tuple | set | frozenset) and depth:
+        return [_plain(each, depth - 1) for each in list(value)[:MAX_ITEMS]]
+    return _short(str(value), MAX_VALUE_CHARACTERS)
+
+
+def _short(text: str, limit: int) -> str:
+    """Return the beginning of a text, lone surrogates shown as escapes: many readers of JSON refuse them."""
+    return _cut(text, limit).encode("utf-8", "backslashreplace").decode()
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
