@@ -65,6 +65,7 @@ class EngineMetrics:
         self._num_in: dict[Gauge, int] = {families.running: 0, families.waiting: 0, families.swapped: 0}
         self._num_stalled = dict.fromkeys(classes.names, 0)
         self._stalls_until_s = 0.0
+        self._tokens_at_s = -1.0  # when the latest tokens came
         self._preemptions = PlannedPreemptions(None)  # of the step being told
         self._read_pools()
 
@@ -86,8 +87,9 @@ class EngineMetrics:
 
     def _count_events(self, events: Sequence[StepEvent]) -> None:
         """Count events one by one; tokens, of which there are by far the most, by class and equal gap."""
-        live = self._live
-        gaps: dict[tuple[str, float], int] = {}
+        live, before_s = self._live, self._tokens_at_s
+        now_s: float | None = None  # when the first of the tokens came; with it nearly all
+        steady = dict.fromkeys(self._num_stalled, 0)  # of these, tokens whose predecessors came at `before_s`
         for event in events:
             if type(event) is not TokenEmitted:
                 self._count_event(event)
@@ -95,16 +97,24 @@ class EngineMetrics:
             request = live.get(event.request_id) or self._find(event.request_id)
             if request is None:
                 continue
+            if now_s is None:
+                now_s = self._tokens_at_s = event.time_s
             last_s = request.last_token_s
             request.last_token_s = event.time_s
-            if last_s is None:
+            if last_s == before_s and event.time_s == now_s:
+                steady[request.class_name] += 1
+            elif last_s is None:
                 self._count_first_token(request, event.time_s)
             else:
-                gap = (request.class_name, event.time_s - last_s)
-                gaps[gap] = gaps.get(gap, 0) + 1
-        for (class_name, seconds), times in gaps.items():
-            self.families.between_tokens_s.observe(seconds, class_name, times=times)
-            self.families.generated_tokens.add(times, class_name)
+                self._count_gaps(request.class_name, event.time_s - last_s, 1)
+        if now_s is not None:
+            for class_name, times in steady.items():
+                if times:
+                    self._count_gaps(class_name, now_s - before_s, times)
+
+    def _count_gaps(self, class_name: str, seconds: float, times: int) -> None:
+        self.families.between_tokens_s.observe(seconds, class_name, times=times)
+        self.families.generated_tokens.add(times, class_name)
 
     def _count_first_token(self, request: _Live, now_s: float) -> None:
         families, name = self.families, request.class_name
@@ -267,13 +277,13 @@ class EngineMetrics:
 
     def _read_pools(self) -> None:
         state, families = self._engine.scheduler.state, self.families
-        device, host, disk = state.kv.device, state.kv.host, state.kv.disk
-        families.cache_usage.set(device.num_owned / device.size)
-        for tier, pool in (("device", device), ("host", host), ("disk", disk)):
-            owned, free = pool.num_owned, pool.num_free
-            families.blocks.set(owned, tier, "owned")
-            families.blocks.set(free, tier, "free")
-            families.blocks.set(pool.size - owned - free, tier, "idle")
+        kv, blocks = state.kv, families.blocks.values
+        families.cache_usage.set(kv.device.num_owned / kv.device.size)
+        for tier, pool in (("device", kv.device), ("host", kv.host), ("disk", kv.disk)):
+            num_owned, num_free = pool.num_owned, pool.num_free
+            blocks[tier, "owned"] = num_owned
+            blocks[tier, "free"] = num_free
+            blocks[tier, "idle"] = pool.size - num_owned - num_free
         families.held.set(len(state.held))
 
 
