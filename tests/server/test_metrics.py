@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -450,6 +451,42 @@ def test_a_listener_that_comes_late_tells_the_state_as_it_is() -> None:
     assert found == [1, 2, 0]
     while engine.has_work:
         engine.step()
+    assert_nothing_is_left(samples_of(metrics))
+
+
+# Other models, other threads
+
+
+def test_a_real_model_is_counted_like_the_dry_run() -> None:
+    engine = dry(model="tiny", device="cpu", num_kv_blocks=24, max_num_seqs=6, swap_space=1 << 20).engine
+    work = Work(engine, random.Random(3), engine.hand_in)
+    engine.add_listener(work.listen)
+    metrics = metrics_of(work)
+    work.run(40)
+    samples = samples_of(metrics)
+    check_totals(samples, work)
+    assert_nothing_is_left(samples)
+    assert total(samples, "vllm:num_preemptions_total") > 0
+    prompts = [(name, len(result.prompt_token_ids)) for name, result in work.results.items() if result.token_ids]
+    assert told(samples, "vllm:prompt_tokens_total") == by_class(work, prompts)
+
+
+def test_a_scrape_never_sees_half_a_step(tmp_path: Path) -> None:
+    # Goal: numbers that belong together agree, although another thread is counting.
+    work = busy(6, tmp_path)
+    metrics = metrics_of(work)
+    thread = threading.Thread(target=work.run, args=(60,))
+    thread.start()
+    num_scrapes = 0
+    while thread.is_alive() or not num_scrapes:
+        samples = samples_of(metrics)
+        num_scrapes += 1
+        tokens = told(samples, "vllm:generation_tokens_total")
+        first = told(samples, "vllm:time_to_first_token_seconds_count")
+        later = told(samples, "vllm:inter_token_latency_seconds_count")
+        assert tokens == {name: first[name] + later[name] for name in NAMES}
+        assert value(samples, "giveway:computed_tokens_total") == value(samples, "vllm:iteration_tokens_total_sum")
+    thread.join()
     assert_nothing_is_left(samples_of(metrics))
 
 

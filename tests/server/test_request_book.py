@@ -346,6 +346,9 @@ def test_an_id_in_use_is_refused_and_one_that_has_ended_may_be_used_again() -> N
     submit(engine, book, "a", [1], sampling=SHORT)
     with pytest.raises(InvalidRequestError, match="already in use"):
         book.register("a", [RequestId("other")], ME, None)
+    with pytest.raises(InvalidRequestError, match="already in use"):
+        book.register("b", [RequestId("new"), RequestId("engine-a")], ME, None)
+    assert book.describe("b", ME) is None
     while engine.has_work:
         engine.step()
     assert told(book, "a")["finish_reason"] == "length"

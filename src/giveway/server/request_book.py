@@ -91,6 +91,9 @@ class RequestBook:
         with self._lock:
             if api_id in self._entries and api_id not in self._finished:
                 raise InvalidRequestError(f"request id {api_id!r} is already in use")
+            taken = next((each for each in entry.request_ids if each in self._entry_of), None)
+            if taken is not None:
+                raise InvalidRequestError(f"request id {taken!r} is already in use")
             self._drop(api_id)
             self._entries[api_id] = entry
             if alias is not None:
