@@ -64,6 +64,7 @@ class EngineMetrics:
         self._live: dict[RequestId, _Live] = {}
         self._num_in: dict[Gauge, int] = {families.running: 0, families.waiting: 0, families.swapped: 0}
         self._num_stalled = dict.fromkeys(classes.names, 0)
+        self._stall_changes: list[tuple[float, str, int]] = []  # of the step being told: when, class, one more or less
         self._stalls_until_s = 0.0
         self._tokens_at_s = -1.0  # when the latest tokens came
         self._preemptions = PlannedPreemptions(None)  # of the step being told
@@ -75,12 +76,12 @@ class EngineMetrics:
         carried_out = plan if is_done else None
         self._preemptions = PlannedPreemptions(carried_out)
         self._count_events(events)
-        self._pass_stall_time(self._engine.scheduler.state.now_s)
         if carried_out is not None:
             self._count_step(carried_out)
         elif plan is not None:
             self.families.failed_steps.add(1)
         self._check_places()
+        self._add_stalls(self._engine.scheduler.state.now_s)
         self._read_pools()
 
     # Events
@@ -145,7 +146,10 @@ class EngineMetrics:
         elif isinstance(event, Finished):
             self._count_end(request, event)
             return
-        self._put(request, self._engine.scheduler.requests.get(event.request_id), event.time_s)
+        facts = self._engine.scheduler.requests.get(event.request_id)
+        # Whoever is seated after the step took its seat when the event says so that tells of it, and not before.
+        if facts is not None and (isinstance(event, Admitted) or facts.state not in _SEATED):
+            self._put(request, facts, event.time_s)
 
     def _find(self, request_id: RequestId) -> _Live | None:
         """Begin to remember a request."""
@@ -157,6 +161,7 @@ class EngineMetrics:
         return request
 
     def _count_admission(self, request: _Live, event: Admitted) -> None:
+        self._leave_place(request, event.time_s)  # here, for it may have ended by the end of the step
         if request.has_sat:
             return
         families, name = self.families, request.class_name
@@ -199,10 +204,8 @@ class EngineMetrics:
 
     # Who is where
 
-    def _put(self, request: _Live, facts: Request | None, now_s: float) -> None:
-        """Count a request where it is now. facts: None when it has ended already, which is told later in the step."""
-        if facts is None:
-            return
+    def _put(self, request: _Live, facts: Request, now_s: float) -> None:
+        """Count a request where it is now."""
         families, state = self.families, facts.state
         place = families.waiting
         if state in _SEATED:
@@ -237,6 +240,8 @@ class EngineMetrics:
             and counted[families.waiting] + num_parked == len(state.newcomers)
         ):
             return
+        for request_id in self._live.keys() - state.requests.keys():
+            self._leave_place(self._live.pop(request_id), state.now_s)
         for request_id, facts in state.requests.items():
             request = self._live.get(request_id) or self._find(request_id)
             if request is not None:
@@ -246,15 +251,22 @@ class EngineMetrics:
     # Stalls: added up as they last, so that a long one shows before it ends
 
     def _stall(self, request: _Live, change: int, now_s: float) -> None:
-        self._pass_stall_time(now_s)
         request.is_stalled = change > 0
-        self._num_stalled[request.class_name] += change
+        self._stall_changes.append((now_s, request.class_name, change))
 
-    def _pass_stall_time(self, now_s: float) -> None:
-        seconds = now_s - self._stalls_until_s
+    def _add_stalls(self, until_s: float) -> None:
+        """Add up to the end of the step, by the order of time: a seat is taken at its begin, and lost at its end."""
+        for time_s, class_name, change in sorted(self._stall_changes):
+            self._pass_stall_time(time_s)
+            self._num_stalled[class_name] += change
+        self._stall_changes.clear()
+        self._pass_stall_time(until_s)
+
+    def _pass_stall_time(self, until_s: float) -> None:
+        seconds = until_s - self._stalls_until_s
         if seconds <= 0:
             return
-        self._stalls_until_s = now_s
+        self._stalls_until_s = until_s
         for class_name, num_stalled in self._num_stalled.items():
             if num_stalled:
                 self.families.stall_s.add(num_stalled * seconds, class_name)
