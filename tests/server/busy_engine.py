@@ -28,7 +28,7 @@ from giveway.options import EngineOptions
 from giveway.runtime.dry.dry_backend import DryBackend
 from giveway.runtime.dry.scripted_copies import CopyFate, ScriptedCopies
 from giveway.runtime.model_executor import ModelExecutor
-from giveway.server.metrics import Metrics
+from giveway.server.metrics import ServerMetrics
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = BLOCK_SIZE * DryBackend().kv_bytes_per_token
@@ -63,7 +63,7 @@ def overlapped(seed: int) -> Engine:
     )
 
 
-def samples_of(metrics: Metrics) -> Samples:
+def samples_of(metrics: ServerMetrics) -> Samples:
     """Read the exposition as Prometheus does; the labels that every series of ours has are left out."""
     common = {("model_name", "dry"), ("engine", "0")}
     samples: Samples = {}

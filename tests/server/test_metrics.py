@@ -20,7 +20,7 @@ from giveway.core.request import FinishReason, RequestState
 from giveway.core.sampling import SamplingParams
 from giveway.server.classes import PriorityClasses
 from giveway.server.metric_families import Rejection
-from giveway.server.metrics import Metrics
+from giveway.server.metrics import ServerMetrics
 from tests.server.busy_engine import (
     BLOCK_BYTES,
     PRIORITIES,
@@ -65,8 +65,8 @@ PROMISED = [
 ]
 
 
-def metrics_of(work: Work) -> Metrics:
-    metrics = Metrics(work.engine, model_name="dry")
+def metrics_of(work: Work) -> ServerMetrics:
+    metrics = ServerMetrics(work.engine, model_name="dry")
     work.engine.add_listener(metrics)
     return metrics
 
@@ -104,7 +104,7 @@ def events_of(work: Work) -> Iterable[object]:
 
 def test_every_promised_series_is_there_at_0_before_the_first_step() -> None:
     # Goal: rate() and alerts see a first increase; a series that appears at 1 has none.
-    metrics = Metrics(dry().engine, model_name="dry", routes=("/v1/completions",))
+    metrics = ServerMetrics(dry().engine, model_name="dry", routes=("/v1/completions",))
     samples = samples_of(metrics)
     assert set(PROMISED) <= {name for name, _ in samples}
     ours = {key: number for key, number in samples.items() if key[0].startswith(("vllm:", "giveway:"))}
@@ -116,20 +116,20 @@ def test_every_promised_series_is_there_at_0_before_the_first_step() -> None:
 
 def test_no_series_appears_later(finished_work: tuple[Work, Samples]) -> None:
     # Goal: memory is bounded, and no label comes from a client.
-    start = samples_of(Metrics(dry().engine, model_name="dry"))
+    start = samples_of(ServerMetrics(dry().engine, model_name="dry"))
     ours = {key for key in finished_work[1] if key[0].startswith(("vllm:", "giveway:"))}
     assert ours == {key for key in start if key[0].startswith(("vllm:", "giveway:"))}
 
 
 def test_every_series_says_which_model_and_engine_it_is_of() -> None:
-    text = Metrics(dry().engine, model_name='a "name"\n', engine_label="3").exposition().decode()
+    text = ServerMetrics(dry().engine, model_name='a "name"\n', engine_label="3").exposition().decode()
     lines = [line for line in text.splitlines() if line.startswith(("vllm:", "giveway:"))]
     assert lines
     assert all('engine="3"' in line and r'model_name="a \"name\"\n"' in line for line in lines)
 
 
 def test_two_servers_in_one_process_do_not_share_a_number() -> None:
-    first, second = (Metrics(dry().engine, model_name="dry") for _ in range(2))
+    first, second = (ServerMetrics(dry().engine, model_name="dry") for _ in range(2))
     first.count_rejection(Rejection.QUEUE_FULL)
     assert value(samples_of(first), "giveway:requests_rejected_total", reason="queue_full") == 1
     assert value(samples_of(second), "giveway:requests_rejected_total", reason="queue_full") == 0
@@ -248,7 +248,7 @@ def test_stall_seconds_are_those_between_losing_a_seat_and_sitting_again_or_endi
 def test_a_stall_shows_while_it_lasts() -> None:
     # Goal: an alert on a frozen stream fires before the stream goes on.
     engine = dry(num_kv_blocks=8, max_num_seqs=1, swap_space=0).engine
-    metrics = Metrics(engine, model_name="dry")
+    metrics = ServerMetrics(engine, model_name="dry")
     engine.add_listener(metrics)
     engine.submit([1] * 5, SamplingParams(temperature=0, max_tokens=20), priority=20)
     engine.step()
@@ -412,7 +412,7 @@ def test_gauges_return_to_0_when_the_work_is_done(finished_work: tuple[Work, Sam
 
 def test_gauges_return_to_0_after_aborts_in_every_state() -> None:
     engine = dry(num_kv_blocks=64, max_num_seqs=4, swap_space=32 * BLOCK_BYTES).engine
-    metrics = Metrics(engine, model_name="dry")
+    metrics = ServerMetrics(engine, model_name="dry")
     engine.add_listener(metrics)
     long = SamplingParams(temperature=0, max_tokens=12)
     for name in ("swapped", "dropped", "held", "running", "waiting"):
@@ -443,7 +443,7 @@ def test_a_listener_that_comes_late_tells_the_state_as_it_is() -> None:
     for _ in range(3):
         engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=8))
     engine.step()
-    metrics = Metrics(engine, model_name="dry")
+    metrics = ServerMetrics(engine, model_name="dry")
     engine.add_listener(metrics)
     engine.step()
     samples = samples_of(metrics)
@@ -495,15 +495,15 @@ def test_a_scrape_never_sees_half_a_step(tmp_path: Path) -> None:
 
 def test_responses_are_counted_by_route_and_status_and_strangers_make_no_series() -> None:
     # Goal: a client who walks through paths or provokes odd statuses cannot fill the memory.
-    metrics = Metrics(dry().engine, model_name="dry", routes=("/v1/completions", "/v1/files/{file_id}"))
+    metrics = ServerMetrics(dry().engine, model_name="dry", routes=("/v1/completions", "/v1/files/{file_id}"))
     before = samples_of(metrics).keys()
     for route, status in [("/v1/completions", 200), ("/v1/completions", 200), ("/v1/files/{file_id}", 404)]:
-        metrics.count_response(route, status)
+        metrics.count_answer(route, status)
     for number in range(50):
-        metrics.count_response(f"/secret/{number}", 200)
-        metrics.count_response("/v1/completions", 430 + number)
-    metrics.count_response("none", 0)
-    metrics.count_response("none", 9999)
+        metrics.count_answer(f"/secret/{number}", 200)
+        metrics.count_answer("/v1/completions", 430 + number)
+    metrics.count_answer("none", 0)
+    metrics.count_answer("none", 9999)
     metrics.count_disconnect("flex")
     samples = samples_of(metrics)
     assert {key for key in samples if not key[0].startswith(("process", "python"))} <= before
@@ -517,7 +517,7 @@ def test_responses_are_counted_by_route_and_status_and_strangers_make_no_series(
 
 
 def test_metrics_of_the_process_are_there_too() -> None:
-    metrics = Metrics(dry().engine, model_name="dry")
+    metrics = ServerMetrics(dry().engine, model_name="dry")
     names = {name for name, _ in samples_of(metrics)}
     assert {"process_resident_memory_bytes", "python_gc_collections_total", "python_info"} <= names
     assert metrics.content_type.startswith("text/plain; version=")

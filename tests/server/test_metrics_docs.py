@@ -12,7 +12,7 @@ import pytest
 
 from giveway.core.plan import PreemptionMode
 from giveway.server.metric_families import Rejection
-from giveway.server.metrics import Metrics
+from giveway.server.metrics import ServerMetrics
 from giveway.server.preemption_causes import PreemptionCause
 from tests.server.busy_engine import Samples, dry, samples_of
 
@@ -24,7 +24,7 @@ OF_A_HISTOGRAM = ("_bucket", "_sum", "_count")
 
 @pytest.fixture(scope="module")
 def samples() -> Samples:
-    return samples_of(Metrics(dry().engine, model_name="dry"))
+    return samples_of(ServerMetrics(dry().engine, model_name="dry"))
 
 
 @pytest.fixture(scope="module")

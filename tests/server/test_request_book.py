@@ -25,7 +25,7 @@ from giveway.engine.async_engine import AsyncEngine
 from giveway.engine.engine import Engine, Listener
 from giveway.engine.intake import Submission
 from giveway.engine.trace import read_trace
-from giveway.server.metrics import Metrics
+from giveway.server.metrics import ServerMetrics
 from giveway.server.request_book import RequestBook
 from giveway.server.request_record import MAX_PREEMPTIONS
 from giveway.server.request_story import MAX_TOLD
@@ -445,7 +445,7 @@ def test_a_step_costs_no_more_with_ten_thousand_waiting(kind: str) -> None:
     for num_waiting in (200, 10_000):
         engine = dry(check_invariants=False, max_num_seqs=8).engine
         book = RequestBook(engine)
-        listener: Listener = book if kind == "book" else Metrics(engine, model_name="dry")
+        listener: Listener = book if kind == "book" else ServerMetrics(engine, model_name="dry")
         counted: list[int] = []
         engine.add_listener(lambda plan, events: counted.append(calls_made(listener, plan, events)))  # noqa: B023
         for number in range(num_waiting):

@@ -11,16 +11,16 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit
+
+from giveway.core.errors import ConfigError
 
 MAX_MESSAGE_CHARACTERS = 8192
 MAX_VALUE_CHARACTERS = 1024
 MAX_TRACEBACK_LINES = 200
 MAX_BITS = 64  # of an integer: readers of JSON know no larger ones
 MAX_ITEMS = 64  # of a list or an object among the fields
-
-LogFormat = Literal["text", "json"]
 
 _FINISHED = logging.getLogger("giveway.server.request")
 _CLIENT_GONE = 499
@@ -138,18 +138,24 @@ def log_finished(ending: Ending, *, model: str, class_name: str, tier: str | Non
 
 
 def configure_logging(
-    log_format: LogFormat = "text", level: int | str = logging.INFO, stream: TextIO | None = None
+    log_format: str = "text", level: int | str = logging.INFO, stream: TextIO | None = None
 ) -> logging.Handler:
     """Let every logger of this process, uvicorn's too, write to one stream; called again, it replaces the handler.
 
-    stream: None: standard error. Run uvicorn with `log_config=None`, which else would set up its own. Returns the
-    handler. Raises ValueError for an unknown level.
+    log_format: "text" or "json". level: a number, or a name in upper or lower case. stream: None: standard error. Run
+    uvicorn with `log_config=None`, or it sets up its own. Returns the handler. Raises ConfigError for an unknown format
+    or level.
     """
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    handler.addFilter(_without_query)
+    if log_format not in _FORMATS:
+        raise ConfigError(f"log format {log_format!r} is none of {', '.join(_FORMATS)}")
     root = logging.getLogger()
-    root.setLevel(level)
+    try:
+        root.setLevel(level.upper() if isinstance(level, str) else level)
+    except ValueError as error:
+        raise ConfigError(f"log level {level!r} is none of debug, info, warning, error, critical") from error
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(_FORMATS[log_format]())
+    handler.addFilter(_without_query)
     for old in list(root.handlers):
         if isinstance(old.formatter, TextLines | JsonLines):
             root.removeHandler(old)
@@ -211,6 +217,9 @@ class TextLines(logging.Formatter):
         lines = [" ".join(parts)]
         lines += [f"    | {printable(_cut(each, MAX_MESSAGE_CHARACTERS))}" for each in _traceback(self, record)]
         return "\n".join(lines)
+
+
+_FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
 
 
 def printable(text: str) -> str:

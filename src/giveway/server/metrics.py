@@ -299,7 +299,7 @@ class EngineMetrics:
         families.held.set(len(state.held))
 
 
-class Metrics:
+class ServerMetrics:
     """All metrics of a server. Hand it to `Engine.add_listener` before the first step; `/metrics` is `exposition()`.
 
     Every request counts, and each of several answers to a prompt is one, as in vLLM.
@@ -310,9 +310,9 @@ class Metrics:
     def __init__(
         self,
         engine: Engine,
+        classes: PriorityClasses | None = None,
         *,
         model_name: str,
-        classes: PriorityClasses | None = None,
         routes: Sequence[str] = (),
         engine_label: str = "0",
     ) -> None:
@@ -335,7 +335,7 @@ class Metrics:
         with self._series.lock:
             self._engine.count(plan, events)
 
-    def count_response(self, route: str, status: int) -> None:
+    def count_answer(self, route: str, status: int) -> None:
         """Count an answered HTTP request. route: its template; one that is not known counts as `other`."""
         responses = self._http.responses
         code = str(status) if str(status) in STATUSES else f"{min(max(status // 100, 1), 5)}xx"
