@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from giveway.core.sampling import SamplingParams
@@ -19,3 +20,11 @@ def sample_input(params: SamplingParams = GREEDY, **changes: Any) -> SampleInput
         **changes,
     }
     return SampleInput(params=params, **fields)
+
+
+def mask_of(tokens: Iterable[int]) -> bytes:
+    """A mask, of whole 32-bit words, that allows these tokens."""
+    bits = 0
+    for token in tokens:
+        bits |= 1 << token
+    return bits.to_bytes(4 * (bits.bit_length() // 32 + 1), "little")

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -84,6 +85,33 @@ double Flattened<double>::value_of(PyObject* item) {
   return value;
 }
 
+// The masks of all rows, one behind the other, out of a Python list of bytes; None in it: the row has no mask. None for
+// the list: no row has one. Bit `token % 8` of byte `token / 8` is bit `token % 32` of a word, since processors that
+// run this store the lowest byte of a word first.
+struct GatheredMasks {
+  std::vector<TokenMasks::Row> rows;
+  std::vector<uint32_t> words;
+
+  GatheredMasks(nb::handle masks, const LogitRows& logits) {
+    if (masks.is_none()) return;
+    const nb::list list = nb::cast<nb::list>(masks);
+    require_one_for_each_row("allowed", list.size(), logits);
+    for (nb::handle mask : list) {
+      if (mask.is_none()) {
+        rows.push_back({-1, 0});
+        continue;
+      }
+      const nb::bytes bytes = nb::cast<nb::bytes>(mask);
+      const size_t start = words.size(), num_words = (bytes.size() + sizeof(uint32_t) - 1) / sizeof(uint32_t);
+      words.resize(start + num_words);
+      if (num_words > 0) std::memcpy(words.data() + start, bytes.c_str(), bytes.size());
+      rows.push_back({static_cast<int64_t>(start), static_cast<int64_t>(num_words)});
+    }
+  }
+
+  TokenMasks masks() const { return {rows.empty() ? nullptr : rows.data(), words.data()}; }
+};
+
 // What the arithmetic relies on: without it there might be no largest logit, or no mass. SamplingParams is stricter.
 void require_sense(const RowWishes& wishes, const std::vector<double>& biases, int64_t num_rows) {
   constexpr double kMost = 1e9;
@@ -147,11 +175,12 @@ class Sampler {
                           const Column<double>& repetition_penalty, const Column<double>& presence_penalty,
                           const Column<double>& frequency_penalty, const Column<uint64_t>& seed,
                           const Column<uint64_t>& output_index, const Column<int64_t>& num_logprobs,
-                          nb::handle forbidden, nb::handle biased, nb::handle biases, nb::handle prompt,
-                          nb::handle output) {
+                          nb::handle forbidden, nb::handle allowed, nb::handle biased, nb::handle biases,
+                          nb::handle prompt, nb::handle output) {
     const LogitRows logits = rows_of(array);
     const Flattened<int64_t> forbidden_ids("forbidden", forbidden, logits), biased_ids("biased", biased, logits),
         prompt_ids("prompt", prompt, logits), output_ids("output", output, logits);
+    const GatheredMasks masks(allowed, logits);
     const Flattened<double> bias_values("biases", biases, logits);
     require(bias_values.offsets == biased_ids.offsets, "biased and biases differ in length");
     const RowWishes wishes{checked("temperature", temperature, logits),
@@ -165,6 +194,7 @@ class Sampler {
                            checked("seed", seed, logits),
                            checked("output_index", output_index, logits),
                            forbidden_ids.lists(),
+                           masks.masks(),
                            biased_ids.lists(),
                            bias_values.values.data(),
                            prompt_ids.lists(),
@@ -246,10 +276,11 @@ void bind_sampling(nb::module_& m) {
       .def("choose_tokens", &Sampler::choose_tokens, nb::arg("logits").noconvert(), nb::kw_only(),
            nb::arg("temperature"), nb::arg("top_p"), nb::arg("top_k"), nb::arg("min_p"), nb::arg("repetition_penalty"),
            nb::arg("presence_penalty"), nb::arg("frequency_penalty"), nb::arg("seed"), nb::arg("output_index"),
-           nb::arg("num_logprobs"), nb::arg("forbidden").none(), nb::arg("biased").none(), nb::arg("biases").none(),
-           nb::arg("prompt").none(), nb::arg("output").none(),
+           nb::arg("num_logprobs"), nb::arg("forbidden").none(), nb::arg("allowed").none(), nb::arg("biased").none(),
+           nb::arg("biases").none(), nb::arg("prompt").none(), nb::arg("output").none(),
            "The fields of SampleInput, each a list with an element for every row (num_logprobs: -1 for none), then "
-           "lists with a sequence for every row, or None where all are empty; biases belong to the ids in biased. "
+           "lists with a sequence for every row, or None where all are empty; biases belong to the ids in biased, and "
+           "allowed holds bytes, or None for a row without a mask. "
            "Returns lists with an element for every row: the token, -1 where there is none; how many logits are NaN or "
            "infinite, 0 where every token is forbidden; and (logprob, rank, ((token, logprob), ...)), or None.")
       .def("score_tokens", &Sampler::score_tokens, nb::arg("logits").noconvert(), nb::arg("tokens"), nb::arg("num_top"),

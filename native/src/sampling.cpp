@@ -77,8 +77,27 @@ bool has_output_penalty(const RowWishes& wishes, int64_t index) {
   return wishes.presence_penalty[index] != 0 || wishes.frequency_penalty[index] != 0;
 }
 
+bool has_mask(const TokenMasks& masks, int64_t row) { return masks.rows != nullptr && masks.rows[row].start >= 0; }
+
+// Calls use(token) for every token of the vocabulary that the mask of a row leaves out.
+template <typename Use>
+void for_each_left_out(const TokenMasks& masks, int64_t row, int64_t vocab, Use use) {
+  constexpr int64_t kBits = 32;
+  constexpr uint32_t kAll = 0xffffffffu;
+  const auto [word_start, num_words] = masks.rows[row];
+  for (int64_t start = 0; start < vocab; start += kBits) {
+    const int64_t place = start / kBits;
+    const uint32_t word = place < num_words ? masks.words[word_start + place] : 0;
+    if (word == kAll) continue;
+    const int64_t count = std::min(kBits, vocab - start);
+    for (int64_t bit = 0; bit < count; ++bit) {
+      if ((word >> bit & 1u) == 0) use(start + bit);
+    }
+  }
+}
+
 bool changes_logits(const RowWishes& wishes, int64_t index) {
-  return !is_empty(wishes.forbidden, index) || !is_empty(wishes.biased, index) ||
+  return !is_empty(wishes.forbidden, index) || has_mask(wishes.allowed, index) || !is_empty(wishes.biased, index) ||
          wishes.repetition_penalty[index] != 1 || has_output_penalty(wishes, index);
 }
 
@@ -109,8 +128,11 @@ void penalize_output(const RowWishes& wishes, int64_t index, int64_t vocab, cons
 }
 
 void change_logits(const RowWishes& wishes, int64_t index, int64_t vocab, const RowScratch& scratch) {
-  for_each_known(wishes.forbidden, index, vocab,
-                 [&](int64_t token, int64_t) { scratch.row[token] = -std::numeric_limits<double>::infinity(); });
+  constexpr double kNever = -std::numeric_limits<double>::infinity();
+  for_each_known(wishes.forbidden, index, vocab, [&](int64_t token, int64_t) { scratch.row[token] = kNever; });
+  if (has_mask(wishes.allowed, index)) {
+    for_each_left_out(wishes.allowed, index, vocab, [&](int64_t token) { scratch.row[token] = kNever; });
+  }
   for_each_known(wishes.biased, index, vocab,
                  [&](int64_t token, int64_t place) { scratch.row[token] += wishes.biases[place]; });
   if (wishes.repetition_penalty[index] != 1) penalize_repetition(wishes, index, vocab, scratch);

@@ -1,9 +1,9 @@
 // Choosing the next token of every row of a batch, and reporting log-probabilities.
 //
-// The order of operations and their meaning are those of giveway/runtime/sampler.py: forbidden tokens, bias, penalties
-// (repetition, frequency, presence), temperature, min_p, top_k, top_p; log-probabilities are the model's own, before
-// all of these. All arithmetic on a row is float64, on that row alone and in a fixed order: a result depends neither on
-// the batch, nor on threads, nor on the instruction set.
+// The order of operations and their meaning are those of giveway/runtime/sampler.py: forbidden tokens and those that a
+// grammar does not allow, bias, penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p;
+// log-probabilities are the model's own, before all of these. All arithmetic on a row is float64, on that row alone and
+// in a fixed order: a result depends neither on the batch, nor on threads, nor on the instruction set.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +27,16 @@ struct TokenLists {
   const int64_t* tokens = nullptr;   // [offsets[num_rows]]
 };
 
+// Which tokens of every row may be chosen, as bits: bit `token % 32` of word `token / 32`. None beyond the last word.
+struct TokenMasks {
+  struct Row {
+    int64_t start;  // of its words in `words`; -1: the row has no mask, and every token may be chosen
+    int64_t num_words;
+  };
+  const Row* rows = nullptr;  // [num_rows]; null: no row has a mask
+  const uint32_t* words = nullptr;
+};
+
 // How to choose the token of every row: the fields of SampleInput. Each pointer has an element for every row.
 struct RowWishes {
   const double* temperature;
@@ -40,6 +50,7 @@ struct RowWishes {
   const uint64_t* seed;
   const uint64_t* output_index;
   TokenLists forbidden;
+  TokenMasks allowed;
   TokenLists biased;     // each id at most once in a row
   const double* biases;  // what is added to the logit of each of biased.tokens
   TokenLists prompt;     // needed where a row has a repetition penalty

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from giveway.core.config import PreemptionChoice
     from giveway.core.errors import GiveWayError, InvalidRequestError, KVCacheFullError
     from giveway.core.request import FinishReason
-    from giveway.core.sampling import SamplingParams
+    from giveway.core.sampling import SamplingParams, StructuredOutput
     from giveway.engine.async_engine import AsyncEngine
     from giveway.engine.engine import Engine
     from giveway.engine.outputs import RequestOutput, RequestUpdate
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "giveway.llm",
     "SamplingParams": "giveway.core.sampling",
+    "StructuredOutput": "giveway.core.sampling",
     "Engine": "giveway.engine.engine",
     "AsyncEngine": "giveway.engine.async_engine",
     "EngineOptions": "giveway.options",
@@ -51,6 +52,7 @@ __all__ = [
     "RequestOutput",
     "RequestUpdate",
     "SamplingParams",
+    "StructuredOutput",
     "__version__",
     "build_engine",
 ]

@@ -33,6 +33,7 @@ from giveway.options import GIB, EngineOptions
 from giveway.profile_cache import ProfileCache, default_directory, processor_kind, profile_key
 from giveway.runtime.backend import Backend
 from giveway.runtime.copies import SynchronousCopies
+from giveway.runtime.grammar import GrammarCompiler
 from giveway.runtime.model_executor import ModelExecutor
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Model:
     max_positions: int
     eos_token_ids: frozenset[TokenId]
     defaults: Defaults
+    chat_template_source: str | None = None  # as the model's files have it; None: it has no chat template
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         eos_token_ids=model.eos_token_ids,
         defaults=Defaults(model.defaults.temperature, model.defaults.top_p, options.default_priority),
         seed=options.seed,
+        compile_constraint=GrammarCompiler(model.tokenizer, model.eos_token_ids),
     )
     disk = _disk_tier(options, cache, model)  # before tables of its blocks are made: it may be larger than any disk
     trace = None if options.trace is None else _open_trace(Path(options.trace), scheduler_config, cache)
@@ -256,6 +259,7 @@ def _dry_model() -> Model:
         max_positions=DRY_CONTEXT,
         eos_token_ids=frozenset(),
         defaults=Defaults(),
+        chat_template_source=BYTE_CHAT_TEMPLATE,
     )
 
 
@@ -273,6 +277,7 @@ def _tiny_model(options: EngineOptions) -> Model:
         max_positions=checkpoint.config.max_positions,
         eos_token_ids=tokenizer.eos_token_ids,
         defaults=Defaults(),
+        chat_template_source=BYTE_CHAT_TEMPLATE,
     )
 
 
@@ -280,17 +285,19 @@ def _real_model(options: EngineOptions) -> Model:
     from giveway.runtime.model_source import open_model
 
     source = open_model(options.model)
+    template = source.compile_chat_template()
     return Model(
         name=source.name,
         backend=load_backend(options, source.checkpoint),
         tokenizer=source.tokenizer,
-        encode_chat=_chat_encoder(source.tokenizer, source.compile_chat_template(), source.name),
+        encode_chat=_chat_encoder(source.tokenizer, template, source.name),
         max_positions=source.checkpoint.config.max_positions,
         eos_token_ids=source.eos_token_ids,
         defaults=Defaults(
             temperature=1.0 if source.generation.temperature is None else source.generation.temperature,
             top_p=1.0 if source.generation.top_p is None else source.generation.top_p,
         ),
+        chat_template_source=None if template is None else template.source,
     )
 
 

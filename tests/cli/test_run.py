@@ -66,6 +66,28 @@ def test_every_line_is_answered_with_what_the_library_says(cli: Cli, tmp_path: P
     assert found[1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 5}
 
 
+def test_a_line_may_ask_for_the_form_of_its_answer(cli: Cli, tmp_path: Path) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
+    lines = [
+        {"prompt": "a", "max_tokens": 20, "response_format": form, "n": 3, "temperature": 1},
+        {"prompt": "b", "max_tokens": 20, "response_format": {"type": "text"}},
+        {"prompt": "c", "response_format": wrong},
+        {"prompt": "d", "response_format": "json"},
+        {"prompt": "e", "structured_output": {"json_object": True}},
+    ]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert cli("run", source, "-o", out, *DRY).err.startswith("2 answered, 3 errors")
+    found = records(out)
+    assert {choice["text"] for choice in found[1]["choices"]} <= {'"yes"', '"no"'}
+    assert {choice["finish_reason"] for choice in found[1]["choices"]} == {"stop"}
+    assert found[2]["finish_reason"] == "length"
+    errors = [found[number]["error"]["message"] for number in (3, 4, 5)]
+    assert "'not' is not supported" in errors[0]
+    assert errors[1].startswith("response_format must be an object")
+    assert "unknown field 'structured_output'" in errors[2]
+
+
 def test_answers_and_trace_do_not_go_into_one_file(cli: Cli, ten: Path, tmp_path: Path) -> None:
     out, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(out)  # which does not exist yet

@@ -9,13 +9,17 @@ import pytest
 from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import (
     MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_REGEX_BYTES,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     SamplingParams,
+    StructuredOutput,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -97,3 +101,50 @@ def test_what_the_caller_keeps_cannot_change_the_wishes_later() -> None:
     with pytest.raises(TypeError):
         params.logit_bias[5] = 1.0  # type: ignore[index]
     assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+
+
+def test_the_form_of_a_text_is_one_of_five() -> None:
+    assert StructuredOutput(json_object=True).json_schema is None
+    assert (
+        StructuredOutput(json_schema={"type": "string", "title": "é"}).json_schema == '{"type": "string", "title": "é"}'
+    )
+    assert StructuredOutput(json_schema='{"a": 1}') == StructuredOutput(json_schema={"a": 1})
+    made: Any = ["a", "b"]
+    assert StructuredOutput(choice=made).choice == ("a", "b")
+    assert len({StructuredOutput(regex="a"), StructuredOutput(regex="a"), StructuredOutput(grammar="a")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of .* not none"),
+        ({"json_object": True, "regex": "a"}, "not regex and json_object"),
+        ({"json_object": 1}, "json_object must be true or false"),
+        ({"json_schema": "{"}, "json_schema is not JSON"),
+        ({"json_schema": "[1]"}, "json_schema must be a JSON object, not list"),
+        ({"json_schema": '{"a": NaN}'}, "NaN is not a number"),
+        ({"json_schema": {"a": NAN}}, "json_schema is not JSON"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema is not JSON"),
+        ({"json_schema": {"a": "\ud800"}}, "lone surrogate"),
+        ({"json_schema": "[" * 50_000}, "nested too deeply"),
+        ({"json_schema": " " * (MAX_GRAMMAR_BYTES + 1)}, "json_schema has 65537 bytes; at most 65536"),
+        ({"regex": "é" * MAX_REGEX_BYTES}, "regex has 32768 bytes; at most 16384"),
+        ({"regex": 3}, "regex must be a text, not int"),
+        ({"grammar": "x" * (MAX_GRAMMAR_BYTES + 1)}, "grammar has 65537 bytes"),
+        ({"choice": ()}, "choice is empty"),
+        ({"choice": "yes"}, "choice must be a list of texts, not str"),
+        ({"choice": ("a", "")}, "choice must hold non-empty strings"),
+        ({"choice": ("a", 3)}, "choice must hold non-empty strings"),
+        ({"choice": ("a",) * (MAX_CHOICES + 1)}, "choice has 4097 entries"),
+        ({"choice": ("a" * MAX_GRAMMAR_BYTES, "b")}, "choice has 65537 bytes"),
+    ],
+)
+def test_a_wrong_form_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        StructuredOutput(**fields)
+
+
+def test_a_form_must_be_a_structured_output() -> None:
+    wrong: Any = {"json_object": True}
+    with pytest.raises(InvalidRequestError, match="structured_output must be a StructuredOutput, not dict"):
+        SamplingParams(structured_output=wrong)

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from giveway.core.sampling import SamplingParams
 from giveway.runtime import sampler as reference
 from giveway.runtime.backend import SampleInput, SequenceResult, TokenLogprobs
-from tests.sample_inputs import sample_input
+from tests.sample_inputs import mask_of, sample_input
 
 pytest.importorskip("giveway_kernels._native")
 
-from giveway.runtime.native.sampler import BatchSampler
+from giveway_kernels import _native
+
+from giveway.runtime.native.sampler import BatchSampler, _wishes
 
 Logits = npt.NDArray[np.float32]
 
@@ -118,7 +120,23 @@ def some_sample(rng: random.Random, vocab: int) -> SampleInput:
         prompt_token_ids=tuple(tokens(30)),
         output_token_ids=tokens(20),
         forbidden=rng.choice([(), (), tokens(10), range(vocab), range(vocab - 1), [*range(0, vocab, 2), 2**70]]),
+        allowed=some_mask(rng, vocab),
     )
+
+
+def some_mask(rng: random.Random, vocab: int) -> bytes | None:
+    """A mask of one of many kinds: none, empty, too short, too long, no whole number of words, sparse, dense, full."""
+    length = rng.choice([vocab // 8, vocab // 8 + 1, vocab // 16, vocab // 32 * 4 + 4, vocab // 8 + 9])
+    kind = rng.randrange(8)
+    if kind < 3:
+        return None
+    if kind == 3:
+        return rng.choice([b"", bytes(length), b"\xff" * length])
+    if kind == 4:
+        return mask_of(rng.randrange(vocab + 40) for _ in range(rng.randrange(1, 4)))
+    if kind == 5:
+        return bytes(rng.choice([0, 255, 255, 255, 1, 128]) for _ in range(length))
+    return rng.randbytes(length)
 
 
 @pytest.mark.parametrize("vocab", ODD_SIZES)
@@ -147,6 +165,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
     penalties=st.tuples(st.floats(-2, 2), st.floats(-2, 2)),
     bias=st.dictionaries(st.integers(0, 50), st.floats(-100, 100), max_size=4),
     tokens=st.tuples(*[st.lists(st.integers(-2, 45), max_size=8)] * 3),
+    allowed=st.none() | st.binary(max_size=9),
     seed=st.integers(-(2**63), 2**64 - 1),
     num_top=st.none() | st.integers(0, 20),
 )
@@ -160,6 +179,7 @@ def test_whatever_a_request_may_ask_for_gives_the_result_of_the_numpy_sampler(
     penalties: tuple[float, float],
     bias: dict[int, float],
     tokens: tuple[list[int], list[int], list[int]],
+    allowed: bytes | None,
     seed: int,
     num_top: int | None,
 ) -> None:
@@ -175,9 +195,8 @@ def test_whatever_a_request_may_ask_for_gives_the_result_of_the_numpy_sampler(
         logprobs=num_top,
     )
     prompt, output, forbidden = tokens
-    sample = sample_input(
-        wishes, seed=seed, prompt_token_ids=prompt, output_token_ids=output, forbidden=forbidden, output_index=3
-    )
+    lists = {"prompt_token_ids": prompt, "output_token_ids": output, "forbidden": forbidden, "allowed": allowed}
+    sample = sample_input(wishes, seed=seed, output_index=3, **lists)
     logits = np.array(row, np.float32)
     assert_same(sample_one(logits, sample), expected_result(logits, sample))
 
@@ -266,6 +285,42 @@ def test_equal_logits_draw_the_number_itself() -> None:
     found = BatchSampler(1).sample(np.repeat(row[None], len(samples), 0), samples)
     expected = [int(reference.uniform(sample.seed, sample.output_index) * (1 << 12)) for sample in samples]
     assert [result.token_id for result in found] == expected
+
+
+# Masks.
+
+
+def test_a_mask_restricts_its_row_alone_and_log_probabilities_do_not_see_it() -> None:
+    logits = np.random.default_rng(4).normal(0, 1, (3, 200)).astype(np.float32)
+    masks = [None, mask_of([7, 40, 199]), None]
+    for wishes in (params(temperature=0.0, logprobs=2), params(logprobs=2), params(top_k=5, logprobs=2)):
+        samples = [sample_input(wishes, seed=row, allowed=mask) for row, mask in enumerate(masks)]
+        found = BatchSampler(2).sample(logits, samples)
+        for result, row, sample in zip(found, logits, samples, strict=True):
+            assert_same(result, expected_result(row, sample))
+        assert found[1].token_id in (7, 40, 199)
+        unmasked = BatchSampler(1).prompt_logprobs(logits[1:2], [found[1].token_id], 2).prompt_logprobs[0]
+        assert found[1].logprobs == unmasked
+
+
+def test_columns_behind_the_vocabulary_of_the_mask_are_never_chosen() -> None:
+    # Goal: a head may be padded; its last rows are no tokens, and their logits may be the largest.
+    row = np.zeros(300, np.float32)
+    row[256:] = 50
+    for wishes in (params(temperature=0.0), params()):
+        found = sample_one(row, sample_input(wishes, allowed=b"\xff" * 32))
+        assert found.token_id is not None
+        assert found.token_id < 256
+
+
+def test_masks_that_are_no_bytes_or_not_one_for_each_row_are_refused() -> None:
+    zeros = np.zeros((2, 30), np.float32)
+    for wrong in ("text", 3, [1]):
+        with pytest.raises((TypeError, RuntimeError)):
+            sample_one(zeros[0], sample_input(params(), allowed=wrong))
+    wishes = _wishes([sample_input(params())] * 2, 30) | {"allowed": [b"\xff"]}
+    with pytest.raises(ValueError, match="allowed has 1 elements for 2 rows"):
+        _native.Sampler(1).choose_tokens(zeros, **wishes)
 
 
 # Faults.

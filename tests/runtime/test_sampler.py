@@ -20,7 +20,7 @@ from giveway.runtime.sampler import (
     token_logprobs,
     uniform,
 )
-from tests.sample_inputs import sample_input
+from tests.sample_inputs import mask_of, sample_input
 
 VOCAB = 50
 UNIFORM_VALUES = [0.8833108082136426, 0.43152799704850997, 0.7497482413580301, 0.64635420864685]
@@ -223,6 +223,32 @@ def test_neither_bias_nor_penalty_brings_a_forbidden_token_back() -> None:
     )
     sample = sample_input(wishes, output_token_ids=[0, 0, 2], forbidden=(0,))
     assert choose_token(logits, sample) == 2
+
+
+def test_a_mask_is_the_same_as_forbidding_all_other_tokens() -> None:
+    rng = random.Random(5)
+    for seed in range(60):
+        logits = random_logits(seed, ties=seed % 3 == 0)
+        wishes = params(temperature=rng.choice([0.0, 0.7, 1.5]), top_p=rng.choice([0.6, 1.0]), top_k=rng.choice([0, 4]))
+        allowed = {rng.randrange(VOCAB + 20) for _ in range(rng.randrange(1, 30))} | {3}
+        forbidden = [token for token in range(VOCAB) if token not in allowed]
+        masked = choose_token(logits, sample_input(wishes, seed=seed, allowed=mask_of(allowed)))
+        assert masked == choose_token(logits, sample_input(wishes, seed=seed, forbidden=forbidden))
+
+
+def test_a_mask_shorter_than_the_row_allows_nothing_beyond_its_end() -> None:
+    logits = np.array([0.0, 1.0, 2.0, *[50.0] * 30], np.float32)
+    assert choose_token(logits, sample_input(allowed=b"\x07")) == 2
+    assert choose_token(logits, sample_input(allowed=b"")) is None
+    assert choose_token(logits, sample_input(allowed=b"\x07", forbidden=(2,))) == 1
+
+
+def test_log_probabilities_do_not_see_a_mask() -> None:
+    assert not is_plain_greedy(sample_input(allowed=b"\x01"))
+    logits = random_logits(1)
+    token = choose_token(logits, sample_input(allowed=mask_of([9])))
+    assert token == 9
+    assert token_logprobs(logits, token, 2).rank > 1
 
 
 def test_presence_and_frequency_do_not_count_the_prompt() -> None:

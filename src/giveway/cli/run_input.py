@@ -12,10 +12,16 @@ from typing import Any, BinaryIO, NoReturn
 
 from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import SamplingParams
+from giveway.engine.response_format import parse_response_format
 
-# Log-probabilities are not written, so nobody may ask for them in vain.
-_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {"logprobs", "prompt_logprobs"}
-_OWN_FIELDS = frozenset({"prompt", "messages", "id", "custom_id", "cache_salt"})
+# Log-probabilities are not written, so nobody may ask for them in vain. The form of a text is asked for as in the
+# OpenAI API, by response_format.
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {
+    "logprobs",
+    "prompt_logprobs",
+    "structured_output",
+}
+_OWN_FIELDS = frozenset({"prompt", "messages", "id", "custom_id", "cache_salt", "response_format"})
 _PIECE_BYTES = 1 << 20
 
 Digest = int
@@ -118,7 +124,8 @@ def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(f"stop is {_shorten(given['stop'])}; it must be a text or a list of texts")
     if "logit_bias" in given:
         given["logit_bias"] = _logit_bias(given["logit_bias"])
-    return given
+    form = parse_response_format(values.get("response_format"))
+    return given if form is None else {**given, "structured_output": form}
 
 
 def _logit_bias(value: object) -> dict[int, Any]:

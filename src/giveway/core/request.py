@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from giveway.core.config import DEFAULT_CLASS, blocks_for
+from giveway.core.constraint import Constraint
 from giveway.core.errors import InvariantError
 from giveway.core.ids import RequestId, TokenId
 from giveway.core.sampling import SamplingParams
@@ -54,7 +55,7 @@ NEWCOMER_STATES = frozenset({RequestState.WAITING, RequestState.SWAPPED, Request
 class FinishReason(Enum):
     """Why a request ended; the values are those of the OpenAI API where it has one."""
 
-    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    STOP = "stop"  # an end-of-sequence token, a stop token, a stop string, or a complete grammar
     LENGTH = "length"  # max_tokens, or no room for another token
     ABORT = "abort"  # its caller took it back
     ERROR = "error"  # a fault of its own
@@ -75,6 +76,9 @@ class RequestSpec:
     bad_word_ids: tuple[tuple[TokenId, ...], ...] = ()  # resolved: every spelling of every bad word
     cache_salt: bytes = b""  # prefixes are shared among requests of one salt only
     branch_of: RequestId | None = None  # one of several answers to a prompt; the id of the first. None: the only one
+    # Of sampling.structured_output, and of this answer alone; None: any token may come. It says no more than the wish
+    # it was made of, so two requests that wish the same are equal.
+    constraint: Constraint | None = field(default=None, compare=False, repr=False)
 
     @property
     def max_slots(self) -> int:
@@ -87,7 +91,7 @@ class StopDecision:
     """Reached outside the core (a stop string matched, a grammar complete): the request ends with this token."""
 
     reason: FinishReason = FinishReason.STOP
-    detail: str | None = None  # the stop string
+    detail: str | None = None  # the stop string; of an error, what is wrong
 
 
 Rank = tuple[int, int]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
+from typing import Any, NoReturn
 
 from giveway.core.errors import InvalidRequestError
 from giveway.core.ids import TokenId
@@ -16,6 +18,46 @@ MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 MAX_N = 128
+MAX_GRAMMAR_BYTES = 64 << 10  # of a JSON schema, of a grammar, or of all choices together
+MAX_REGEX_BYTES = 16 << 10
+MAX_CHOICES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that the text of an answer must have: exactly one of the fields is given. Names as in vLLM.
+
+    A wrong value raises InvalidRequestError that names the field. Whether a grammar of the right type makes sense is
+    found when it is compiled, at submission.
+    """
+
+    json_object: bool = False  # any JSON object
+    json_schema: str | Mapping[str, Any] | None = None  # JSON text; of a mapping, that is what is kept
+    regex: str | None = None  # of the whole text; syntax of Rust's regex crate, without look-around
+    choice: tuple[str, ...] | None = None  # one of these texts
+    grammar: str | None = None  # in llguidance's variant of Lark; its rule `start` is the whole text
+
+    def __post_init__(self) -> None:
+        """Check type and size."""
+        if not isinstance(self.json_object, bool):
+            raise InvalidRequestError(f"structured_output.json_object must be true or false, not {self.json_object!r}")
+        texts = {name: getattr(self, name) for name in ("json_schema", "regex", "choice", "grammar")}
+        given = [name for name, value in texts.items() if value is not None]
+        if self.json_object:
+            given.append("json_object")
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "structured_output needs exactly one of json_object, json_schema, regex, choice and grammar, not "
+                + (" and ".join(given) or "none")
+            )
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        elif self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        elif self.regex is not None:
+            _text("structured_output.regex", self.regex, MAX_REGEX_BYTES)
+        elif self.grammar is not None:
+            _text("structured_output.grammar", self.grammar, MAX_GRAMMAR_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +88,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     n: int = 1  # answers to the prompt; each has a seed of its own, the first has `seed`
+    structured_output: StructuredOutput | None = None  # the form of the text; None: any
 
     def __post_init__(self) -> None:
         """Check every range; sequences become tuples so that the value can be shared freely."""
@@ -65,6 +108,9 @@ class SamplingParams:
             raise InvalidRequestError(f"{name} is {getattr(self, name)!r}, which is no collection of it") from error
         self._check_numbers()
         self._check_lists()
+        form: object = self.structured_output
+        if form is not None and not isinstance(form, StructuredOutput):
+            raise InvalidRequestError(f"structured_output must be a StructuredOutput, not {type(form).__name__}")
 
     def _check_numbers(self) -> None:
         _integer("max_tokens", self.max_tokens, low=1)
@@ -131,3 +177,50 @@ def _strings(name: str, values: tuple[object, ...], limit: int) -> None:
     for value in values:
         if not isinstance(value, str) or not value:
             raise InvalidRequestError(f"{name} must hold non-empty strings, not {value!r}")
+
+
+def _text(name: str, value: object, limit: int) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a text, not {type(value).__name__}")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} has a lone surrogate at character {error.start}, which is no text"
+        ) from error
+    if size > limit:
+        raise InvalidRequestError(f"{name} has {size} bytes; at most {limit} are allowed")
+
+
+def _schema_text(schema: object) -> str:
+    """Return a JSON schema as JSON text that holds an object."""
+    name = "structured_output.json_schema"
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        _text(name, text, MAX_GRAMMAR_BYTES)  # before it is read: nobody reads what is too long
+        parsed = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise InvalidRequestError(f"{name} is nested too deeply") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(f"{name} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise InvalidRequestError(f"{name} must be a JSON object, not {type(parsed).__name__}")
+    return text
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _choices(values: object) -> tuple[str, ...]:
+    name = "structured_output.choice"
+    if not isinstance(values, list | tuple):
+        raise InvalidRequestError(f"{name} must be a list of texts, not {type(values).__name__}")
+    if not values:
+        raise InvalidRequestError(f"{name} is empty; at least 1 text is needed")
+    choices = tuple(values)
+    _strings(name, choices, MAX_CHOICES)
+    _text(name, "".join(choices), MAX_GRAMMAR_BYTES)
+    return choices

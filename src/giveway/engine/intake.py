@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from giveway.core.config import DEFAULT_CLASS, CacheConfig, SchedulerConfig, clamp_class
+from giveway.core.constraint import ConstraintCompiler, ConstraintFactory
 from giveway.core.errors import InvalidRequestError, RequestTooLargeError
 from giveway.core.ids import RequestId, TokenId
 from giveway.core.request import RequestSpec
@@ -77,13 +78,16 @@ class Intake:
         eos_token_ids: frozenset[TokenId],
         defaults: Defaults | None = None,
         seed: int | None = None,
+        compile_constraint: ConstraintCompiler | None = None,
     ) -> None:
+        """Make the intake of a model. compile_constraint: None if the text of an answer cannot be given a form."""
         self._tokenizer = tokenizer
         # A request fills at most this many positions; the last token is never stored.
         self._max_tokens_in_all = min(scheduler.max_model_len, cache.num_device_slots + 1)
         self._eos_token_ids = eos_token_ids
         self._defaults = defaults or Defaults()
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  # repeatable on purpose
+        self._compile_constraint = compile_constraint
 
     def resolve(
         self,
@@ -110,6 +114,9 @@ class Intake:
             cache_salt=_salt_bytes(request_id, cache_salt),
         )
         branches = [first] if sampling.n == 1 else _branches_of(first)
+        grammar = self._grammar(sampling)
+        if grammar is not None:  # each answer is somewhere else in it
+            branches = [replace(branch, constraint=grammar()) for branch in branches]
         return Submission(tuple(branches), prompt if isinstance(prompt, str) else None)
 
     def _tokens(self, request_id: RequestId, prompt: Prompt) -> tuple[TokenId, ...]:
@@ -182,6 +189,13 @@ class Intake:
                 raise InvalidRequestError(f"token id {token} is not in the vocabulary of {vocab_size}")
         stops = frozenset(sampling.stop_token_ids)
         return stops if sampling.ignore_eos else stops | self._eos_token_ids
+
+    def _grammar(self, sampling: SamplingParams) -> ConstraintFactory | None:
+        if sampling.structured_output is None:
+            return None
+        if self._compile_constraint is None:
+            raise InvalidRequestError("response_format: this engine was built without structured output")
+        return self._compile_constraint(sampling.structured_output)
 
     def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[TokenId, ...], ...]:
         """Token spellings of every bad word, at the start of a text and after a space."""

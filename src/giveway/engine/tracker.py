@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from giveway.core.errors import RequestFailedError
 from giveway.core.events import (
     Admitted,
     CopyEnded,
@@ -97,12 +98,21 @@ class RequestTracker:
         self.finished: Finished | None = None
 
     def review(self, token_id: TokenId) -> StopDecision | None:
-        """Look at a token before it is committed: does it complete a stop string?"""
-        spec = self.spec
+        """Look at a token before it is committed: does it complete a stop string or the grammar?"""
+        spec, constraint = self.spec, self.spec.constraint
         ends = token_id in spec.stop_token_ids and self._detokenizer.num_tokens + 1 >= spec.sampling.min_tokens
+        is_complete = False
+        if constraint is not None:
+            try:
+                is_complete = constraint.is_complete_after([*self._token_ids, token_id])
+            except RequestFailedError as error:
+                return StopDecision(FinishReason.ERROR, str(error))
+            ends = ends or (is_complete and token_id in constraint.end_token_ids)
         is_silent = ends and not spec.sampling.include_stop_str_in_output
         stop = self._detokenizer.push(token_id, is_silent=is_silent)
-        return None if stop is None else StopDecision(FinishReason.STOP, stop)
+        if stop is not None:
+            return StopDecision(FinishReason.STOP, stop)
+        return StopDecision() if is_complete else None
 
     def apply(self, event: StepEvent) -> None:
         """Take in one event of this request."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from giveway.core.constraint import TokenMask
 from giveway.core.ids import BlockTable, DeviceBlockId, HostBlockId, RequestId, TokenId
 from giveway.core.plan import TokenLogprobs
 from giveway.core.sampling import SamplingParams
@@ -34,6 +35,7 @@ class SampleInput:
     prompt_token_ids: Sequence[TokenId]
     output_token_ids: Sequence[TokenId]  # everything generated so far, also before a preemption
     forbidden: Sequence[TokenId] = ()  # tokens with zero probability here: min_tokens, the end of a bad word
+    allowed: TokenMask | None = None  # all others have zero probability too: the grammar. None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class BatchSequence:
     # it is shorter than the chunk by one when the chunk holds the last prompt token.
     num_prompt_logprobs: int | None = None
     next_token_ids: Sequence[TokenId] = ()
+    fault: str | None = None  # why nothing can be sampled although something should be; harms this request only
 
 
 @dataclass(frozen=True, slots=True)

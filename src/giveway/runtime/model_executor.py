@@ -52,8 +52,9 @@ class ModelExecutor:
                 logprobs[sequence.request_id] = result.logprobs
             if result.prompt_logprobs:
                 prompt_logprobs[sequence.request_id] = result.prompt_logprobs
-            if result.fault is not None:
-                faults[sequence.request_id] = result.fault
+            fault = result.fault if sequence.fault is None else sequence.fault
+            if fault is not None:
+                faults[sequence.request_id] = fault
         ended = self._copies.collect(wait=not batch)
         now_s = self._now()
         return StepOutcome(

@@ -2,9 +2,10 @@
 
 The PyTorch backend samples with it, and it says what every other way of sampling must give.
 
-Order: forbidden tokens, bias, penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p: that of
-vLLM's `Sampler` (v1/sample/sampler.py). Penalties see the biased logits. Log-probabilities are those of the model
-itself, before all of these. All arithmetic is float64 on the row alone, so a result cannot depend on the batch.
+Order: forbidden tokens and those that a grammar does not allow, bias, penalties (repetition, frequency, presence),
+temperature, min_p, top_k, top_p: that of vLLM's `Sampler` (v1/sample/sampler.py). Penalties see the biased logits.
+Log-probabilities are those of the model itself, before all of these. All arithmetic is float64 on the row alone, so a
+result cannot depend on the batch.
 Between equal logits the smaller id comes first, everywhere.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from giveway.core.constraint import TokenMask
 from giveway.core.ids import TokenId
 from giveway.core.sampling import SamplingParams
 from giveway.runtime.backend import SampleInput, TokenLogprobs
@@ -66,6 +68,7 @@ def _changes_logits(sample: SampleInput) -> bool:
     params = sample.params
     return bool(
         sample.forbidden
+        or sample.allowed is not None
         or params.logit_bias
         or params.repetition_penalty != 1
         or params.presence_penalty
@@ -77,6 +80,8 @@ def _change_logits(row: Row, sample: SampleInput) -> None:
     params, vocab = sample.params, len(row)
     if sample.forbidden:
         row[_known_ids(sample.forbidden, vocab)] = -np.inf
+    if sample.allowed is not None:
+        row[~_allowed_tokens(sample.allowed, vocab)] = -np.inf
     for token, bias in params.logit_bias.items():
         if token < vocab:
             row[token] += bias
@@ -92,6 +97,13 @@ def _change_logits(row: Row, sample: SampleInput) -> None:
         generated, counts = np.unique(_known_ids(sample.output_token_ids, vocab), return_counts=True)
         row[generated] -= params.frequency_penalty * counts
         row[generated] -= params.presence_penalty
+
+
+def _allowed_tokens(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
+    """Which tokens of the vocabulary a mask allows: none beyond its end, as rows that only pad a matrix have."""
+    num_bytes = -(-vocab // 8)
+    padded = np.frombuffer(mask[:num_bytes].ljust(num_bytes, b"\0"), np.uint8)
+    return np.unpackbits(padded, count=vocab, bitorder="little").view(np.bool_)
 
 
 def _known_ids(tokens: Sequence[TokenId], vocab: int) -> Ids:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from giveway.core.constraint import is_allowed
 from giveway.core.errors import DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId, TokenId
 from giveway.core.plan import TokenLogprobs
@@ -36,14 +37,20 @@ def choose_token(prefix: PrefixHash, vocab_size: int, sample: SampleInput) -> To
     key = prefix if sample.params.temperature == 0 else hash((prefix, sample.seed, sample.output_index))
     for step in range(vocab_size):
         token = (key + step) % vocab_size
-        if token not in sample.forbidden:
+        if _may_follow(token, sample):
             return token
     raise InvariantError(f"a token was to be chosen although all {vocab_size} are forbidden")
 
 
 def is_nothing_allowed(vocab_size: int, sample: SampleInput) -> bool:
     """Whether every token of the vocabulary is forbidden."""
+    if sample.allowed is not None:
+        return not any(_may_follow(token, sample) for token in range(vocab_size))
     return len(sample.forbidden) >= vocab_size and set(range(vocab_size)) <= set(sample.forbidden)
+
+
+def _may_follow(token_id: TokenId, sample: SampleInput) -> bool:
+    return token_id not in sample.forbidden and (sample.allowed is None or is_allowed(sample.allowed, token_id))
 
 
 class _Tier:

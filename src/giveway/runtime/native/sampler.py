@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from giveway_kernels import _native
 
+from giveway.core.constraint import TokenMask
 from giveway.core.ids import TokenId
 from giveway.runtime.backend import SampleInput, SequenceResult, TokenLogprobs
 from giveway.runtime.sampler import all_forbidden_fault, is_plain_greedy, not_finite_fault
@@ -82,6 +83,7 @@ def _wishes(samples: Sequence[SampleInput], vocab: int) -> dict[str, Any]:
         "output_index": [sample.output_index for sample in samples],
         "num_logprobs": [-1 if params.logprobs is None else params.logprobs for params in wishes],
         "forbidden": _lists(sample.forbidden for sample in samples),
+        "allowed": _masks(samples),
         "biased": _lists(tuple(params.logit_bias) for params in wishes),
         "biases": _lists(tuple(params.logit_bias.values()) for params in wishes),
         # Whole conversations, so only where they count.
@@ -93,6 +95,12 @@ def _wishes(samples: Sequence[SampleInput], vocab: int) -> dict[str, Any]:
             sample.output_token_ids if needed else () for sample, needed in zip(samples, is_penalized, strict=True)
         ),
     }
+
+
+def _masks(samples: Sequence[SampleInput]) -> list[TokenMask | None] | None:
+    """Return the mask of each row; None if no row has one."""
+    found = [sample.allowed for sample in samples]
+    return found if any(mask is not None for mask in found) else None
 
 
 def _lists(lists: Iterable[Sequence[float]]) -> list[Sequence[float]] | None:
