@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -24,7 +24,7 @@ from giveway.server.batch_jobs.router import batch_router
 from giveway.server.batch_jobs.store import BatchStore
 from giveway.server.http_errors import ApiError, answer_api_error
 
-CHAT = "/v1/chat/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 
 
 def request_line(custom_id: str, content: str = "hello", **changes: Any) -> dict[str, Any]:
@@ -132,6 +132,12 @@ def until_ended(client: OpenAI, batch_id: str) -> Any:
     ended = ("completed", "failed", "expired", "cancelled")
     until(lambda: client.batches.retrieve(batch_id).status in ended)
     return client.batches.retrieve(batch_id)
+
+
+def num_completed(client: OpenAI, batch_id: str) -> int:
+    counts = client.batches.retrieve(batch_id).request_counts
+    assert counts is not None
+    return counts.completed
 
 
 def create_batch(client: OpenAI, content: bytes, window: str = "24h", **options: Any) -> Any:

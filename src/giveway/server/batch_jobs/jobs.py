@@ -55,7 +55,7 @@ class _Course:
         self.is_cancelled = threading.Event()  # read by the thread that checks the input
         self.is_over = asyncio.Event()  # no further line is started: all answered, cancelled or out of time
         self.queue: LineQueue | None = None  # None: its lines are not being run
-        self.line_tasks: set[asyncio.Task[None]] = set()
+        self.line_tasks: set[asyncio.Task[FinishedLine | None]] = set()
 
 
 class BatchJobs:
@@ -86,7 +86,6 @@ class BatchJobs:
         self._turns = Turns(max_outstanding, first_pause_s=first_pause_s, longest_pause_s=longest_pause_s)
         self._courses: dict[BatchId, _Course] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._line_tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = threading.Event()
         self._wake = asyncio.Event()
         self._recorder = AnswerRecorder(self._write_answers, self._on_recorded)
@@ -99,14 +98,15 @@ class BatchJobs:
         """Go on with every batch that is not finished."""
         for batch in await self.in_thread(self.store.batches.unfinished):
             self._take_up(batch)
-        self._recording = self._spawn(self._recorder.run(), set())
-        self._spawn(self._feed(), self._tasks)
-        self._spawn(self._tick(), self._tasks)
+        self._recording = _spawn(self._recorder.run())
+        self._tasks.add(_spawn(self._feed()))
+        self._tasks.add(_spawn(self._tick()))
 
     async def stop(self) -> None:
         """Start nothing further; lines under way are cancelled and run again after the next start. Answers are kept."""
         self._is_stopping.set()
-        tasks = [*self._tasks, *self._line_tasks]
+        line_tasks = [task for course in self._courses.values() for task in course.line_tasks]
+        tasks: list[asyncio.Task[Any]] = [*self._tasks, *line_tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -154,7 +154,9 @@ class BatchJobs:
         course = self._courses.get(batch.id)
         if course is None:
             course = self._courses[batch.id] = _Course(batch)
-            self._spawn(self._carry(course), self._tasks)
+            task = _spawn(self._carry(course))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         if batch.status is BatchStatus.CANCELLING:
             course.is_cancelled.set()
             course.is_over.set()
@@ -246,7 +248,7 @@ class BatchJobs:
             if queue.needs_reading:
                 await self._read_ahead(queue)
             else:
-                self._start_line(queue)
+                await self._start_line(queue)
             now_s = time.monotonic()
         return self._turns.shortest_pause_s(now_s)  # of the very moment for which nobody was chosen
 
@@ -256,52 +258,66 @@ class BatchJobs:
 
         queue.add(await self.in_thread(read))
 
-    def _start_line(self, queue: LineQueue) -> None:
-        course = self._courses[queue.batch.id]
-        position = self._turns.start(queue)
-        task = self._spawn(self._run(queue, position), self._line_tasks)
-        course.line_tasks.add(task)
-        task.add_done_callback(course.line_tasks.discard)
-
-    async def _run(self, queue: LineQueue, position: LinePosition) -> None:
-        """Run one line: it ends as an answer handed to the recorder, or goes back into its queue."""
-        owner, finished = queue.batch.owner, None
-        try:
-            finished = await self._answer(queue, position)
-        finally:
-            if finished is None:
-                queue.put_back(position)
-                self._turns.end(owner)
-                self._wake.set()
-            else:
-                self._recorder.put(finished)  # its place becomes free when it is on the disk: see `_on_recorded`
-
-    async def _answer(self, queue: LineQueue, position: LinePosition) -> FinishedLine | None:
-        """Return the answer as it will be written; None: the line must be tried again later."""
+    async def _start_line(self, queue: LineQueue) -> None:
+        """Start the next line. It is read here and not in its task, so that the engine gets lines in order."""
         batch = queue.batch
+        course = self._courses[batch.id]
+        position = self._turns.start(queue)
+        found: BatchLine | FinishedLine | None = None
         try:
-            line = await self.in_thread(self._read_line, batch, position)
+            found = await self.in_thread(self._read_line, batch, position)
         except LineChangedError:
             text = "The input file was changed on the server after it had been checked."
-            return broken_line(batch.id, position, "input_changed", text)
+            found = broken_line(batch.id, position, "input_changed", text)
         except OSError as error:
-            logger.error("line %d of %s cannot be read: %s", position.number, batch.id, error.strerror)
+            logger.error("line %d of %s cannot be read, trying again: %s", position.number, batch.id, error.strerror)
             self._turns.pause(batch.owner, time.monotonic())
-            return None
+        if found is None or course.is_over.is_set():
+            self._give_back(queue, position)
+        elif isinstance(found, FinishedLine):
+            self._recorder.put(found)
+        else:
+            task = asyncio.get_running_loop().create_task(self._answer(position, found))
+            course.line_tasks.add(task)
+            task.add_done_callback(partial(self._on_ran, course, queue, position))
+
+    def _give_back(self, queue: LineQueue, position: LinePosition) -> None:
+        """A line is not under way any more and has no answer."""
+        queue.put_back(position)
+        self._turns.end(queue.batch.owner)
+        self._wake.set()
+
+    def _on_ran(
+        self, course: _Course, queue: LineQueue, position: LinePosition, task: asyncio.Task[FinishedLine | None]
+    ) -> None:
+        """A line ends as an answer handed to the recorder, or goes back into its queue.
+
+        Called by the task and not written at its end: a task that is cancelled early enough never runs at all.
+        """
+        course.line_tasks.discard(task)
+        finished = None if task.cancelled() else task.result()
+        if finished is None:
+            self._give_back(queue, position)
+        else:
+            self._recorder.put(finished)  # its place becomes free when it is on the disk: see `_on_recorded`
+
+    async def _answer(self, position: LinePosition, line: BatchLine) -> FinishedLine | None:
+        """Return the answer as it will be written; None: the line must be tried again later."""
         try:
             answer = await self._run_line(line)
             if answer.status_code not in _TRY_AGAIN_LATER:
-                self._turns.resume(batch.owner)
-                return answered_line(batch.id, position, answer)
+                self._turns.resume(line.owner)
+                return answered_line(line.batch_id, position, answer)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Else nobody cancelled this line: the engine let it go. It is no answer, so the line runs again.
         except Exception:  # whatever it is, it concerns this line alone
-            logger.exception("line %d of %s failed", position.number, batch.id)
-            return broken_line(batch.id, position, "server_error", "The server failed while it answered this request.")
-        self._turns.pause(batch.owner, time.monotonic())
+            logger.exception("line %d of %s failed", position.number, line.batch_id)
+            text = "The server failed while it answered this request."
+            return broken_line(line.batch_id, position, "server_error", text)
+        self._turns.pause(line.owner, time.monotonic())
         return None
 
     def _read_line(self, batch: BatchRecord, position: LinePosition) -> BatchLine:
@@ -338,15 +354,14 @@ class BatchJobs:
                     course.is_over.set()
             await asyncio.sleep(self._tick_s)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(_report)
-        return task
 
+def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task that tells of a bug of ours; what it was about goes on with the next start."""
 
-def _report(task: asyncio.Task[None]) -> None:
-    """Tell of a task that ended with a bug of ours; what it was about goes on with the next start."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the Batch API met a bug", exc_info=error)
+    def report(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the Batch API met a bug", exc_info=error)
+
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(report)
+    return task
