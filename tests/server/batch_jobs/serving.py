@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 import time
@@ -11,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -23,31 +22,7 @@ from giveway.server.batch_jobs.records import BatchLine, LineAnswer
 from giveway.server.batch_jobs.router import batch_router
 from giveway.server.batch_jobs.store import BatchStore
 from giveway.server.http_errors import ApiError, answer_api_error
-
-CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
-
-
-def request_line(custom_id: str, content: str = "hello", **changes: Any) -> dict[str, Any]:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
-    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body, **changes}
-
-
-def jsonl(*values: Any) -> bytes:
-    return b"".join(json.dumps(value).encode() + b"\n" for value in values)
-
-
-def lines_of(content: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in content.splitlines()]
-
-
-def answer_of(line: BatchLine) -> LineAnswer:
-    """Echo, in OpenAI's shape."""
-    body = {
-        "object": "chat.completion",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": line.body["messages"][0]["content"]}}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}},
-    }
-    return LineAnswer(200, body, f"req-{line.custom_id}")
+from tests.server.batch_jobs.sample_lines import CHAT, answer_of, lines_of
 
 
 async def echo(line: BatchLine) -> LineAnswer:

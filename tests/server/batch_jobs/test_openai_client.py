@@ -12,19 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from giveway.server.batch_jobs.records import BatchLine, LineAnswer
-from tests.server.batch_jobs.serving import (
-    CHAT,
-    answer_of,
-    content_of,
-    create_batch,
-    jsonl,
-    lines_of,
-    num_completed,
-    request_line,
-    serving,
-    until,
-    until_ended,
-)
+from tests.server.batch_jobs.sample_lines import CHAT, answer_of, jsonl, lines_of, request_line
+from tests.server.batch_jobs.serving import content_of, create_batch, num_completed, serving, until, until_ended
 
 
 def test_a_batch_goes_from_upload_to_output_in_the_order_of_the_input(tmp_path: Path) -> None:
