@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import WithJsonSchema
+from starlette.requests import ClientDisconnect
 
 from giveway.core.errors import OutputFileError
 from giveway.server.batch_jobs.ids import parse_batch_id, parse_file_id
@@ -171,6 +172,8 @@ async def _upload(request: Request, jobs: BatchJobs, owner: str) -> JSONResponse
             record = await jobs.in_thread(form.keep)
         finally:
             await jobs.in_thread(upload.close)
+    except ClientDisconnect as error:
+        raise ApiError(400, "the connection was closed before the file was whole") from error
     except (ApiError, OutputFileError):
         await pass_over(pieces, max_bytes, _PASS_OVER_S)
         raise

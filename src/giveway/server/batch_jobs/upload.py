@@ -9,6 +9,7 @@ from typing import Protocol
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
 
 from giveway.server.batch_jobs.file_table import Upload
 from giveway.server.batch_jobs.records import FilePurpose, FileRecord
@@ -185,7 +186,7 @@ async def pass_over(pieces: AsyncIterator[bytes], max_bytes: int, wait_s: float)
 
     try:
         await asyncio.wait_for(read(), wait_s)
-    except TimeoutError:
+    except (TimeoutError, ClientDisconnect):
         return
 
 
