@@ -49,7 +49,10 @@ def runs_of(tmp_path: Path) -> Counter[str]:
 
 
 def recorded(tmp_path: Path) -> set[str]:
-    """Custom ids of lines that are answered as far as the disk knows; asked of a copy, so that nothing is repaired."""
+    """Custom ids of lines that are answered as far as the disk knows; asked of a copy, so that nothing is repaired.
+
+    Checks as well that every file that the disk knows of has its content.
+    """
     if not (tmp_path / "data").exists():
         return set()
     copy = tmp_path / "copy"
@@ -58,10 +61,12 @@ def recorded(tmp_path: Path) -> set[str]:
     connection = sqlite3.connect(copy / "batches.sqlite")
     try:
         rows = connection.execute("SELECT custom_id FROM lines JOIN answers USING (batch_id, number)").fetchall()
+        files = connection.execute("SELECT id, num_bytes FROM files").fetchall()
     except sqlite3.OperationalError:  # it died before there were tables
-        rows = []
+        rows, files = [], []
     finally:
         connection.close()
+    assert all((copy / "files" / name).stat().st_size == num_bytes for name, num_bytes in files)
     return {row[0] for row in rows}
 
 

@@ -305,6 +305,38 @@ def test_answers_that_cannot_be_written_wait_in_memory_and_are_not_computed_agai
     assert runs == ["0", "1", "2", "3"]
 
 
+def test_answers_that_came_before_a_cancellation_count_also_if_the_disk_takes_them_later(tmp_path: Path) -> None:
+    is_broken = [True]
+    num_failures = [0]
+
+    def fail(step: DurableStep, moment: Moment) -> None:
+        if (step, moment) == (DurableStep.ANSWERS_RECORDED, Moment.BEFORE) and is_broken[0]:
+            num_failures[0] += 1
+            raise sqlite3.OperationalError("disk I/O error")
+
+    async def first_answers(line: BatchLine) -> LineAnswer:
+        if line.custom_id != "0":
+            await asyncio.Event().wait()
+        return answer_of(line)
+
+    async def main() -> None:
+        with BatchStore(tmp_path, on_step=fail) as store:
+            source = upload(store, jsonl(*(request_line(str(n)) for n in range(3))))
+            async with BatchJobs(store, first_answers, max_outstanding=2, tick_s=0.02) as jobs:
+                batch = await jobs.create("alice", new_batch(source))
+                while not num_failures[0]:
+                    await asyncio.sleep(0.005)
+                await jobs.cancel("alice", batch.id)
+                await asyncio.sleep(0.1)  # room for the mistake of ending the batch without its answer
+                is_broken[0] = False
+                while batch.status in UNFINISHED:
+                    await asyncio.sleep(0.005)
+                    batch = store.batches.get("alice", batch.id)
+                assert (batch.status, batch.num_completed, batch.num_failed) == (BatchStatus.CANCELLED, 1, 2)
+
+    asyncio.run(main())
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Give a file system of three megabytes; only a superuser may make one."""
