@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 
 from giveway.server.batch_jobs.input_check import CheckedInput, StoppedError, check_input
 from giveway.server.batch_jobs.limits import BatchLimits
-from tests.server.batch_jobs.sample_lines import CHAT, jsonl, request_line
-from tests.server.batch_jobs.serving import create_batch, serving, until_ended
+from giveway.server.batch_jobs.records import BatchLine, LineAnswer
+from tests.server.batch_jobs.sample_lines import CHAT, answer_of, jsonl, request_line
+from tests.server.batch_jobs.serving import content_of, create_batch, serving, until, until_ended
 
 SMALL = BatchLimits(max_lines=5, max_line_bytes=2000)
 
@@ -167,8 +170,34 @@ def test_a_bad_input_makes_the_batch_fail_with_its_errors(tmp_path: Path) -> Non
         assert (ended.output_file_id, ended.error_file_id, ended.request_counts.total) == (None, None, 0)
 
 
-def test_an_input_file_that_is_changed_or_lost_on_the_server_fails_and_does_not_hang(tmp_path: Path) -> None:
-    # Goal: lines whose text is not what was checked are never run as something else.
+def test_a_line_that_is_changed_on_the_server_after_the_check_fails_and_is_not_run(tmp_path: Path) -> None:
+    # Goal: what was not checked is never run, whether it is another request or no JSON any more.
+    runs: list[str] = []
+    go = threading.Event()
+
+    async def wait(line: BatchLine) -> LineAnswer:
+        runs.append(line.custom_id)
+        while not go.is_set():
+            await asyncio.sleep(0.005)
+        return answer_of(line)
+
+    content = jsonl(*(request_line(name) for name in "abcd"))
+    with serving(tmp_path, wait, max_outstanding=1) as served, served.client() as client:
+        batch = create_batch(client, content)
+        until(lambda: runs == ["a"])
+        changed = content.replace(b'"b"', b'"x"').replace(b'"custom_id": "c"', b'"custom_id"= "c"')
+        (tmp_path / "files" / batch.input_file_id).write_bytes(changed)
+        go.set()
+        ended = until_ended(client, batch.id)
+        assert (ended.status, runs) == ("completed", ["a", "d"])
+        errors = content_of(client, ended.error_file_id)
+        assert [(line["custom_id"], line["error"]["code"]) for line in errors] == [
+            ("b", "input_changed"),
+            ("c", "input_changed"),
+        ]
+
+
+def test_an_input_file_that_is_lost_on_the_server_makes_the_batch_fail(tmp_path: Path) -> None:
     with serving(tmp_path) as served, served.client() as client:
         batch = create_batch(client, jsonl(request_line("a")))
         until_ended(client, batch.id)

@@ -72,14 +72,14 @@ class Database:
         run = self._connection.execute
         try:
             run("PRAGMA locking_mode = EXCLUSIVE")  # with it WAL needs no shared memory beside the file
-            run("PRAGMA journal_mode = WAL")
-            run("PRAGMA synchronous = FULL")  # a commit is on the disk: also after a power cut
             (version,) = run("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
                 raise ConfigError(
                     f"{self._path} has schema {version}; this GiveWay knows schemas up to {SCHEMA_VERSION}. Start the "
                     "newer GiveWay that made it, or name another --data-dir"
                 )
+            run("PRAGMA journal_mode = WAL")
+            run("PRAGMA synchronous = FULL")  # a commit is on the disk: also after a power cut
             if version == 0:
                 self._connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         except sqlite3.Error as error:

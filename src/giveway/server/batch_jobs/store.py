@@ -39,10 +39,14 @@ class BatchStore:
         except BaseException:
             self._directory.close()
             raise
-        ids = IdMaker(clock, self._newest_id())
-        self.files = FileTable(self._database, self._directory, ids, self.limits, clock)
-        self.batches = BatchTable(self._database, ids, self.limits, clock)
-        self.files.remove_orphans()
+        try:
+            ids = IdMaker(clock, self._newest_id())
+            self.files = FileTable(self._database, self._directory, ids, self.limits, clock)
+            self.batches = BatchTable(self._database, ids, self.limits, clock)
+            self.files.remove_orphans()
+        except BaseException:
+            self.close()
+            raise
 
     def _newest_id(self) -> str | None:
         with self._database.read() as connection:
