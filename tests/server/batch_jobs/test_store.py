@@ -71,8 +71,8 @@ def all_files(store: BatchStore) -> list[FileId]:
 
 
 def test_two_servers_never_share_a_data_directory(tmp_path: Path) -> None:
-    with BatchStore(tmp_path), pytest.raises(ConfigError, match="another server uses"):
-        BatchStore(tmp_path)
+    with BatchStore(tmp_path) as store, pytest.raises(ConfigError, match="another server uses"):
+        BatchStore(store.path)
     BatchStore(tmp_path).close()  # it is free again
 
 

@@ -48,6 +48,11 @@ class BatchStore:
             self.close()
             raise
 
+    @property
+    def path(self) -> Path:
+        """Where everything is kept."""
+        return self._directory.path
+
     def _newest_id(self) -> str | None:
         with self._database.read() as connection:
             newest = [
