@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": ("giveway.cli.demo", "See background work give way and lose nothing."),
     "generate": ("giveway.cli.generate", "Stream the answer to one prompt."),
     "chat": ("giveway.cli.chat", "Talk with a model."),
+    "serve": ("giveway.cli.serve", "Serve a model over HTTP, as OpenAI's API."),
     "run": ("giveway.cli.run", "Answer a file of requests; can be stopped and resumed."),
     "explain": ("giveway.cli.explain", "Say why a request waited, from a file that --trace wrote."),
     "trace": ("giveway.cli.trace", "Draw such a file for ui.perfetto.dev."),

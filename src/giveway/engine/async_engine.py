@@ -20,10 +20,33 @@ _Item = RequestUpdate | BaseException
 _Answer = TypeVar("_Answer")
 
 
+class News:
+    """Which streams of one reader have something to read. All of it happens in the reader's event loop."""
+
+    def __init__(self) -> None:
+        self._has_come = asyncio.Event()
+        self._streams: dict[RequestStream, None] = {}
+
+    def tell(self, stream: RequestStream) -> None:
+        """Note that something has come for a stream."""
+        self._streams[stream] = None
+        self._has_come.set()
+
+    async def wait(self, timeout_s: float | None = None) -> list[RequestStream]:
+        """Return the streams that have something, as soon as there is one; none when the time is over."""
+        try:
+            await asyncio.wait_for(self._has_come.wait(), timeout_s)
+        except TimeoutError:
+            return []
+        self._has_come.clear()
+        streams, self._streams = list(self._streams), {}
+        return streams
+
+
 class RequestStream:
     """Updates of one request, all its branches together, for one reader. Made by `AsyncEngine.open`."""
 
-    def __init__(self, owner: AsyncEngine, submission: Submission, max_unread: int | None, news: asyncio.Event) -> None:
+    def __init__(self, owner: AsyncEngine, submission: Submission, max_unread: int | None, news: News) -> None:
         self.submission = submission
         self._owner = owner
         self._max_unread = max_unread
@@ -47,11 +70,7 @@ class RequestStream:
         if self.has_ended:
             return []
         if not self._items:
-            try:
-                await asyncio.wait_for(self.news.wait(), timeout_s)
-            except TimeoutError:
-                return []
-        self.news.clear()
+            await self.news.wait(timeout_s)
         return self.take()
 
     def take(self) -> list[RequestUpdate]:
@@ -107,19 +126,16 @@ class AsyncEngine:
 
     # Requests
 
-    def open(
-        self, submission: Submission, *, max_unread: int | None = None, news: asyncio.Event | None = None
-    ) -> RequestStream:
+    def open(self, submission: Submission, *, max_unread: int | None = None, news: News | None = None) -> RequestStream:
         """Hand in what `Engine.prepare` has checked; return its stream, which must be closed.
 
         max_unread: updates that may wait for their reader. With more the request is held: it gives way until they have
-        been read. None: no limit. news: set whenever something has come; one reader of several streams gives the same
-        to all of them, and clears it before it looks. Raises InvalidRequestError if the name is taken; GiveWayError if
-        the engine stopped.
+        been read. None: no limit. news: told whenever something has come; a reader of several streams gives the same
+        one to all of them. Raises InvalidRequestError if the name is taken; GiveWayError if the engine stopped.
         """
         self._check_running()
         name = submission.request_id
-        stream = RequestStream(self, submission, max_unread, asyncio.Event() if news is None else news)
+        stream = RequestStream(self, submission, max_unread, News() if news is None else news)
         # The stream first: the first update may come before hand_in returns.
         if self._streams.setdefault(name, stream) is not stream:
             raise InvalidRequestError(f"request id {name!r} is already in use")
@@ -324,7 +340,7 @@ class AsyncEngine:
 
 def _tell(streams: Iterable[RequestStream]) -> None:
     for stream in streams:
-        stream.news.set()
+        stream.news.tell(stream)
 
 
 def _call_in(event_loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
