@@ -100,14 +100,14 @@ def command(options: EngineOptions, model_argument: str | None, **values: Any) -
     """
     from dataclasses import replace
 
-    from giveway.cli.serving import serve
+    from giveway.cli.serving import begin_logging, serve
 
     if model_argument is not None:
         if options.model not in (None, model_argument):
             raise click.UsageError(f"MODEL is {model_argument}, and --model is {options.model}: say one of them.")
         options = replace(options, model=model_argument)
-    log_format, log_level = values.pop("log_format"), values.pop("log_level")
-    return serve(options, _server_options(values), log_format=log_format, log_level=log_level)
+    begin_logging(values.pop("log_format"), values.pop("log_level"))
+    return serve(options, _server_options(values))
 
 
 def _server_options(values: dict[str, Any]) -> ServerOptions:

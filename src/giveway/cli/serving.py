@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import threading
 from collections.abc import Callable
+from importlib import import_module
 
 from giveway.build import BuiltEngine, build_engine
 from giveway.build_server import ServerOptions, build_server, make_keyring, welcome
@@ -15,7 +18,15 @@ from giveway.server.lifecycle import address_of, bind, raise_file_limit
 from giveway.server.logs import configure_logging
 
 
-def serve(options: EngineOptions, server_options: ServerOptions, *, log_format: str, log_level: str) -> int:
+def begin_logging(log_format: str, log_level: str) -> None:
+    """Log as a server does: with times, every line in one form, and warnings of the command line among them."""
+    configure_logging(log_format, log_level)
+    logging.getLogger("giveway").handlers.clear()  # else they would be told twice
+    for name in ("uvicorn", "uvicorn.error"):  # it tells of its start and its end, which the server does itself
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def serve(options: EngineOptions, server_options: ServerOptions) -> int:
     """Serve until a signal; return the exit code. Raises ConfigError and what loading a model raises."""
     keyring = make_keyring(server_options)  # whatever is wrong is said before a model is loaded
     try:
@@ -27,8 +38,11 @@ def serve(options: EngineOptions, server_options: ServerOptions, *, log_format: 
         ) from error
     with sock:
         raise_file_limit()
+        # FastAPI takes half a second to import; the model is loaded meanwhile, which mostly is not Python's work.
+        importing = threading.Thread(target=import_module, args=("giveway.server.everything",))
+        importing.start()
         built = build_engine(options)
-        configure_logging(log_format, log_level)
+        importing.join()
         try:
             with asyncio.Runner(loop_factory=_new_event_loop()) as runner:
                 return runner.run(_serve_on(sock, built, options, server_options, keyring))

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from giveway.engine.async_engine import AsyncEngine
@@ -116,7 +116,7 @@ class Lifecycle:
 
     def __init__(
         self,
-        app: FastAPI,
+        app: ASGIApp,
         engine: AsyncEngine,
         desk: GenerationDesk,
         jobs: Jobs | None,
@@ -197,10 +197,9 @@ class Lifecycle:
     async def _drain(self) -> None:
         """Let requests in progress end, up to the time limit; batch work stops at once and is kept."""
         self._desk.is_draining = True
+        logger.info("no requests are taken any more; %d are in progress", self._desk.num_open)
         if self._jobs is not None:
             await self._jobs.stop()
-        if self._desk.num_open:
-            logger.info("%d requests in progress; waiting up to %g s", self._desk.num_open, self._drain_timeout_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._until_empty(), self._drain_timeout_s)
         if self._desk.num_open:
