@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.numpy import save_file
 
 from giveway.runtime.model_config import ModelConfig
+from giveway.runtime.tokenizer.tokenizer import Tokenizer
 from giveway.runtime.weights.checkpoint import Checkpoint
 from giveway.runtime.weights.dequantize import dequantize
 
@@ -29,6 +30,13 @@ def write_unpacked(checkpoint: Checkpoint, directory: Path) -> None:
     tensors = {name: dequantize(checkpoint.tensor(name)) for name in checkpoint.config.tensor_shapes()}
     save_file(tensors, weights_file, metadata={"format": "pt"})
     config_file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the vocabulary beside the weights, for servers that answer with text."""
+    tokenizer.save(directory / "tokenizer.json")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
 
 
 def llama_settings(config: ModelConfig) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class ServerOptions:
     max_upload_bytes: int = 200 << 20
     batch_keep_days: int | None = None  # None: finished batches and files stay
     drain_timeout_s: float = 30.0
+    logs_prompts: bool = False
     max_connections: int | None = None
 
     def __post_init__(self) -> None:
@@ -115,13 +116,14 @@ def build_server(built: BuiltEngine, options: ServerOptions, keyring: Keyring, *
     Raises ConfigError, also when another server uses the data directory.
     """
     from giveway.engine.async_engine import AsyncEngine
+    from giveway.engine.intake import Submission
     from giveway.server.admission import WaitingCounts
     from giveway.server.api import CLIENT_CLOSED, Api
     from giveway.server.app import ROUTES, Parts, create_app
     from giveway.server.finished import FinishedRequest
     from giveway.server.generation import GenerationDesk
     from giveway.server.lifecycle import Lifecycle
-    from giveway.server.logs import log_finished
+    from giveway.server.logs import log_finished, log_prompt
     from giveway.server.metrics import ServerMetrics
     from giveway.server.request_book import RequestBook
     from giveway.server.wishes import tier_served
@@ -139,6 +141,10 @@ def build_server(built: BuiltEngine, options: ServerOptions, keyring: Keyring, *
             metrics.count_disconnect(class_name)
         log_finished(end, model=model.name, class_name=class_name, tier=tier_served(end.priority, options.classes))
 
+    def taken_in(api_id: str, submission: Submission) -> None:
+        ids = submission.branches[0].prompt_token_ids
+        log_prompt(api_id, submission.prompt or model.tokenizer.decode(ids, skip_special_tokens=False))
+
     desk = GenerationDesk(
         engine,
         limits=options.limits,
@@ -146,6 +152,7 @@ def build_server(built: BuiltEngine, options: ServerOptions, keyring: Keyring, *
         waiting=waiting,
         book=book,
         finished=finished,
+        taken_in=taken_in if options.logs_prompts else None,
     )
     api = Api(desk, model, options.classes, options.limits, default_priority=default_priority)
     jobs = _batch_jobs(api, keyring, options) if options.has_batch_api else None

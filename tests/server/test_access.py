@@ -161,6 +161,17 @@ def test_web_pages_of_other_origins_may_not_ask_unless_they_are_named() -> None:
         assert server.post("/v1/completions", PLAIN, headers={"Origin": "https://evil.example"}).status_code == 403
 
 
+def test_prompts_are_logged_where_the_operator_asked_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running(server={"logs_prompts": True}) as server:
+        server.post("/v1/completions", {"prompt": "what-was-asked", "max_tokens": 2})
+        chat = {"messages": [{"role": "user", "content": "what-was-said"}], "max_tokens": 2}
+        server.post("/v1/chat/completions", chat)
+    said = [record.fields["prompt"] for record in caplog.records if record.name == "giveway.server.prompt"]  # type: ignore[attr-defined]
+    assert said[0] == "what-was-asked"
+    assert "what-was-said" in said[1]
+
+
 def test_neither_keys_nor_prompts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with running(keys=[(SECRET, Caller("team", "team"))]) as server:

@@ -85,6 +85,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new vers
     "batch_keep_days", type=WholeNumber(), help="Delete finished batches and old files after so many. Default: never."
 )
 @flag("log_format", type=click.Choice(("text", "json")), default="text", help="Form of the log, on standard error.")
+@flag("log_prompts", is_flag=True, help="Log prompts too; they are nobody's business by default.")
 @flag(
     "log_level",
     type=click.Choice(("debug", "info", "warning", "error")),
@@ -148,6 +149,7 @@ def _server_options(values: dict[str, Any]) -> ServerOptions:
         has_batch_api=values["batch_api"],
         max_upload_bytes=values["max_upload_size"],
         batch_keep_days=values["batch_keep_days"],
+        logs_prompts=values["log_prompts"],
         drain_timeout_s=values["drain_timeout_s"],
         max_connections=values["max_connections"],
     )

@@ -165,14 +165,16 @@ class GenerationDesk:
         waiting: WaitingCounts,
         book: RequestBook,
         finished: Callable[[FinishedRequest], None],
+        taken_in: Callable[[str, Submission], None] | None = None,
     ) -> None:
-        """finished: told of every request that ended, however it ended."""
+        """finished: told of every request that ended, however it ended. taken_in: told of every prompt, with its text."""
         self._engine = engine
         self._limits = limits
         self._classes = classes
         self._waiting = waiting
         self._book = book
         self._finished = finished
+        self._taken_in = taken_in
         self._concurrent = ConcurrencyCounts()
         self._open: set[Generation] = set()
         self.is_draining = False
@@ -248,6 +250,9 @@ class GenerationDesk:
             if isinstance(error, GiveWayError):
                 raise ApiError(503, str(error), code="engine_stopped") from error
             raise
+        if self._taken_in is not None:
+            for submission in submissions:
+                self._taken_in(api_id, submission)
         # Whoever sends a batch waits for hours, which is what batches are for.
         time_limit_s = None if asked.is_batch else self._limits.request_timeout_s
         return Generation(api_id, asked, streams, news, time_limit_s)

@@ -1,6 +1,6 @@
 """Logs of the server process: one line for each record, for people or as JSON, that no client's text can forge.
 
-Never a prompt, an answer or a key: a record has a message of ours, and `fields` of names and numbers.
+Never an answer or a key, and a prompt only where that was asked for: a record has a message of ours, and `fields` of names and numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ MAX_BITS = 64  # of an integer: readers of JSON know no larger ones
 MAX_ITEMS = 64  # of a list or an object among the fields
 
 _FINISHED = logging.getLogger("giveway.server.request")
+_PROMPT = logging.getLogger("giveway.server.prompt")
 _CLIENT_GONE = 499
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
@@ -135,6 +136,11 @@ def log_finished(ending: Ending, *, model: str, class_name: str, tier: str | Non
         "e2e_s": ending.duration_s,
     }
     _FINISHED.info("request finished", extra={"fields": fields})
+
+
+def log_prompt(api_id: str, prompt: str) -> None:
+    """Write down a prompt, as far as a line goes. Only where the operator asked for it: prompts are people's secrets."""
+    _PROMPT.info("prompt", extra={"fields": {"id": api_id, "prompt": prompt}})
 
 
 def configure_logging(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -98,6 +99,10 @@ class Tokenizer:
         """Id of a token by its name in the vocabulary, for example `<|im_end|>`; None if there is none."""
         found: int | None = self._backend.token_to_id(token)
         return found
+
+    def save(self, path: Path) -> None:
+        """Write the vocabulary as a Hugging Face `tokenizer.json`, for other programs; without prefix and suffix."""
+        self._backend.save(str(path))
 
     def _spell_token(self, token_id: TokenId) -> bytes:
         if token_id in self._added:
