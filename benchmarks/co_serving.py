@@ -1,4 +1,6 @@
-"""Urgent requests while background work fights for memory or seats: GiveWay's server beside vLLM's. See benchmarks/README.md.
+"""Urgent requests while background work fights for memory or seats: GiveWay's server beside vLLM's.
+
+See benchmarks/README.md.
 
 python -m benchmarks.co_serving --python vllm=/path/of/its/python --json co_serving.json
 """

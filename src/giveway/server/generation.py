@@ -167,7 +167,7 @@ class GenerationDesk:
         finished: Callable[[FinishedRequest], None],
         taken_in: Callable[[str, Submission], None] | None = None,
     ) -> None:
-        """finished: told of every request that ended, however it ended. taken_in: told of every prompt, with its text."""
+        """finished: told of every request that ended, however it ended. taken_in: told of every prompt."""
         self._engine = engine
         self._limits = limits
         self._classes = classes

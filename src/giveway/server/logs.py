@@ -1,6 +1,7 @@
 """Logs of the server process: one line for each record, for people or as JSON, that no client's text can forge.
 
-Never an answer or a key, and a prompt only where that was asked for: a record has a message of ours, and `fields` of names and numbers.
+Never an answer or a key, and a prompt only where that was asked for: a record has a message of ours, and `fields` of names
+and numbers.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def log_finished(ending: Ending, *, model: str, class_name: str, tier: str | Non
 
 
 def log_prompt(api_id: str, prompt: str) -> None:
-    """Write down a prompt, as far as a line goes. Only where the operator asked for it: prompts are people's secrets."""
+    """Write down a prompt, as far as a line goes; only where the operator asked for it."""
     _PROMPT.info("prompt", extra={"fields": {"id": api_id, "prompt": prompt}})
 
 
