@@ -51,7 +51,6 @@ class ServerOptions:
     batch_keep_days: int | None = None  # None: finished batches and files stay
     drain_timeout_s: float = 30.0
     logs_prompts: bool = False
-    max_connections: int | None = None
 
     def __post_init__(self) -> None:
         """Check what one part alone cannot see."""
@@ -184,7 +183,6 @@ def build_server(built: BuiltEngine, options: ServerOptions, keyring: Keyring, *
         jobs,
         None if jobs is None else jobs.store,
         drain_timeout_s=options.drain_timeout_s,
-        max_connections=options.max_connections,
     )
     return BuiltServer(lifecycle, model, jobs, options.data_directory)
 

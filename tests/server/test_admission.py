@@ -99,3 +99,16 @@ def test_waiting_requests_are_counted_until_their_first_seat_or_their_end() -> N
     counts.leave(names)
     assert counts.count("flex") == 0
     assert counts.count("default") == 1
+
+
+def test_more_http_requests_than_are_taken_at_a_time_get_a_503_in_openais_shape() -> None:
+    with running(limits={"max_http_requests": 1}, step_s=0.005) as server:
+        connection = open_request(server, {"prompt": [1], "max_tokens": 4000})
+        wait_until(lambda: len(states(server)) == 1, "it is not served")
+        refused = server.get("/v1/models")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_requests"
+        assert refused.headers["Retry-After"]
+        slam(connection)
+        server.until_idle()
+        wait_until(lambda: server.get("/v1/models").status_code == 200, "requests that have ended still count")

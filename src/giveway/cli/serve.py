@@ -72,7 +72,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new vers
     default=512,
     help="Updates that wait for a slow reader before its request gives way.",
 )
-@flag("max_connections", type=WholeNumber(), help="Connections beyond this many get a 503. Default: no limit.")
+@flag("max_http_requests", type=WholeNumber(), help="More HTTP requests at a time get a 503. Default: no limit.")
 @flag("drain_timeout_s", type=Number(), default=30.0, help="Seconds for requests in progress after SIGTERM.")
 @flag(
     "data_dir",
@@ -140,6 +140,7 @@ def _server_options(values: dict[str, Any]) -> ServerOptions:
             max_queued=values["max_queued"],
             max_queued_of=values["max_queued_by_class"] or {},
             max_unread=values["max_unread"],
+            max_http_requests=values["max_http_requests"],
             body_timeout_s=values["body_timeout_s"],
             request_timeout_s=values["request_timeout_s"],
             keep_alive_s=values["keep_alive_s"],
@@ -151,5 +152,4 @@ def _server_options(values: dict[str, Any]) -> ServerOptions:
         batch_keep_days=values["batch_keep_days"],
         logs_prompts=values["log_prompts"],
         drain_timeout_s=values["drain_timeout_s"],
-        max_connections=values["max_connections"],
     )

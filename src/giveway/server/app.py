@@ -86,6 +86,7 @@ def create_app(parts: Parts) -> FastAPI:
         Edge,
         max_body_bytes=parts.limits.max_body_bytes,
         body_timeout_s=parts.limits.body_timeout_s,
+        max_http_requests=parts.limits.max_http_requests,
         identify=parts.keyring.identify,
         upload_paths=parts.upload_paths,
         allowed_hosts=parts.allowed_hosts,

@@ -38,6 +38,7 @@ class Edge:
         max_body_bytes: int,
         body_timeout_s: float,
         identify: Callable[[str | None], Caller],
+        max_http_requests: int | None = None,
         upload_paths: Collection[str] = (),
         allowed_hosts: Collection[str] | None = None,
         allowed_origins: Collection[str] = (),
@@ -56,6 +57,8 @@ class Edge:
         self._upload_paths = frozenset(upload_paths)
         self._allowed_hosts = None if allowed_hosts is None else frozenset(allowed_hosts)
         self._allowed_origins = frozenset(allowed_origins)
+        self._max_http_requests = max_http_requests
+        self._num_open = 0
         self._seen = seen
         self._rejected = rejected
 
@@ -76,8 +79,11 @@ class Edge:
                 MutableHeaders(scope=message).setdefault(REQUEST_ID_HEADER, name)
             await send(message)
 
+        self._num_open += 1
         try:
             self._check_sender(headers)
+            if self._max_http_requests is not None and self._num_open > self._max_http_requests:
+                raise _too_many(self._max_http_requests)
             if scope["path"] not in OPEN_PATHS:  # before the body is read: a stranger's is not
                 scope["state"]["caller"] = self._identify(headers.get("authorization"))
             await self._app(scope, self._bounded(scope, headers, receive), send_named)
@@ -94,6 +100,7 @@ class Edge:
             body = error_body(500, f"an internal error; the log has it as request {name}", code="internal_error")
             await _answer(send_named, 500, body, {})
         finally:
+            self._num_open -= 1
             if self._seen is not None:
                 self._seen(route_of(scope), status or 499)
 
@@ -144,6 +151,15 @@ class Edge:
             return message
 
         return receive_bounded
+
+
+def _too_many(limit: int) -> ApiError:
+    return ApiError(
+        503,
+        f"{limit} HTTP requests are in progress, which is the limit (--max-http-requests)",
+        code="too_many_requests",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _too_large(limit: int) -> ApiError:

@@ -123,7 +123,6 @@ class Lifecycle:
         store: Store | None,
         *,
         drain_timeout_s: float,
-        max_connections: int | None = None,
     ) -> None:
         """drain_timeout_s: for requests in progress when the server is told to end."""
         self._engine = engine
@@ -144,7 +143,6 @@ class Lifecycle:
                 ws="none",
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(_CONNECTIONS_S),
-                limit_concurrency=max_connections,
                 h11_max_incomplete_event_size=64 << 10,
             )
         )

@@ -1,7 +1,7 @@
 """Logs of the server process: one line for each record, for people or as JSON, that no client's text can forge.
 
-Never an answer or a key, and a prompt only where that was asked for: a record has a message of ours, and `fields` of names
-and numbers.
+Never an answer or a key, and a prompt only where that was asked for: a record has a message of ours, and `fields` of
+names and numbers.
 """
 
 from __future__ import annotations

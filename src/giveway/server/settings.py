@@ -18,6 +18,7 @@ class ServerLimits:
     max_queued_of: dict[str, int] = field(default_factory=dict)  # the same, for classes by name
     max_unread: int = 512  # updates that may wait for a slow reader before its request gives way
     max_prompts: int = 2048  # in one completion request
+    max_http_requests: int | None = None  # in progress at a time, whoever sends them; None: no limit
     body_timeout_s: float = 60.0  # from the end of the head to the last byte of a body
     request_timeout_s: float | None = None  # from arrival to end; None: no limit
     keep_alive_s: float = 5.0  # a stream with nothing to say sends a comment so often
@@ -28,6 +29,8 @@ class ServerLimits:
         for name in ("max_body_bytes", "max_queued", "max_unread", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; at least 1")
+        if self.max_http_requests is not None and self.max_http_requests < 1:
+            raise ConfigError(f"max_http_requests is {self.max_http_requests}; at least 1")
         for name, limit in self.max_queued_of.items():
             if limit < 0:
                 raise ConfigError(f"max_queued of class {name!r} is {limit}; 0 takes none, less is no limit")
