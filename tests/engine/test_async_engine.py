@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from giveway.build import build_engine
 from giveway.core.errors import GiveWayError, InvalidRequestError
+from giveway.core.ids import RequestId
 from giveway.core.request import NEWCOMER_STATES
 from giveway.core.sampling import SamplingParams
-from giveway.engine.async_engine import AsyncEngine
+from giveway.engine.async_engine import AsyncEngine, News, RequestStream
 from giveway.engine.outputs import RequestOutput
 from giveway.llm import LLM
 from giveway.options import EngineOptions
@@ -231,6 +233,50 @@ def test_a_reader_who_is_too_slow_is_held_off_the_device_and_loses_nothing() -> 
         assert updates[-1].whole.stats.num_preemptions > 1
 
     run(body)
+
+
+def test_a_reader_who_catches_up_while_his_request_is_being_held_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Goal: the order to let go never overtakes the order to hold, after which nobody would ever let go.
+    async def body(engine: AsyncEngine) -> None:
+        stream = engine.open(engine.engine.prepare([1], LONG, request_id="slow"), max_unread=3)
+        is_holding, has_read, hold = threading.Event(), threading.Event(), engine.engine.hold
+
+        def hold_late(request_id: RequestId) -> None:
+            is_holding.set()
+            has_read.wait(0.3)  # the reader comes in between, if it can
+            hold(request_id)
+
+        monkeypatch.setattr(engine.engine, "hold", hold_late)
+        await asyncio.to_thread(is_holding.wait)
+        updates = await asyncio.to_thread(stream.take)
+        has_read.set()
+        while len(updates) < 40:
+            updates += await stream.next()
+        stream.close()
+        await until_idle(engine)
+
+    run(body)
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+def test_a_reader_who_is_cancelled_at_the_moment_that_news_come_is_cancelled(num_turns: int) -> None:
+    # Goal: whichever comes first, the cancellation counts; else a client's request would outlive its client.
+    async def main() -> None:
+        news, stream = News(), cast(RequestStream, object())
+        reader = asyncio.ensure_future(news.wait(60))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        news.tell(stream)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if not reader.done():
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+
+    asyncio.run(main())
 
 
 def test_a_held_request_can_be_taken_back() -> None:

@@ -35,7 +35,9 @@ class News:
     async def wait(self, timeout_s: float | None = None) -> list[RequestStream]:
         """Return the streams that have something, as soon as there is one; none when the time is over."""
         try:
-            await asyncio.wait_for(self._has_come.wait(), timeout_s)
+            # Not `wait_for`: when news and a cancellation come together, that of Python 3.11 forgets the cancellation.
+            async with asyncio.timeout(timeout_s):
+                await self._has_come.wait()
         except TimeoutError:
             return []
         self._has_come.clear()
@@ -52,7 +54,9 @@ class RequestStream:
         self._max_unread = max_unread
         self._items: deque[_Item] = deque()
         self._is_held = False
-        self._lock = threading.Lock()  # of the two above: both threads look at one and write the other
+        # Of the two above: both threads look at one and write the other. Orders to hold and to let go are given under it
+        # as well, or one of each might reach the engine the wrong way round.
+        self._lock = threading.Lock()
         self.event_loop = asyncio.get_running_loop()
         self.news = news
         self.has_ended = False
@@ -77,15 +81,15 @@ class RequestStream:
         """Return what has come, without waiting. Raises as `next` does."""
         with self._lock:
             items, self._items = self._items, deque()
-            was_held, self._is_held = self._is_held, False
+            if self._is_held and not self.has_ended:
+                self._owner.let_go(self.request_id)
+            self._is_held = False
         updates = [item for item in items if isinstance(item, RequestUpdate)]
         failure = next((item for item in items if isinstance(item, BaseException)), None)
         if failure is not None and not (updates and updates[-1].whole is not None):
             self.has_ended = True
             self._owner.forget(self)
             raise GiveWayError(f"the engine stopped: {failure}") from failure
-        if was_held:
-            self._owner.let_go(self.request_id)
         if updates and updates[-1].whole is not None:
             self.has_ended = True
             self._owner.forget(self)
@@ -98,14 +102,13 @@ class RequestStream:
             self._owner.forget(self)
             self._owner.abort(self.request_id)
 
-    def put(self, item: _Item) -> bool:
-        """Take in an item from the engine's thread; return whether the request must be held from now on."""
+    def put(self, item: _Item) -> None:
+        """Take in an item from the engine's thread, and hold the request if too many are unread."""
         with self._lock:
             self._items.append(item)
-            if self._max_unread is None or self._is_held or len(self._items) <= self._max_unread:
-                return False
-            self._is_held = True
-            return True
+            if self._max_unread is not None and not self._is_held and len(self._items) > self._max_unread:
+                self._is_held = True
+                self._owner.hold(self.request_id)
 
 
 class AsyncEngine:
@@ -161,6 +164,10 @@ class AsyncEngine:
         """Take a request back with all its branches."""
         self.engine.abort(request_id)
         self._wake.set()
+
+    def hold(self, request_id: RequestId) -> None:
+        """Make a request give way until its reader has caught up."""
+        self.engine.hold(request_id)
 
     def let_go(self, request_id: RequestId) -> None:
         """End a hold that began because the reader was too slow."""
@@ -326,8 +333,7 @@ class AsyncEngine:
         for update in updates:
             stream = self._streams.get(update.submission_id)
             if stream is not None:
-                if stream.put(update):
-                    self.engine.hold(stream.request_id)
+                stream.put(update)
                 news.setdefault(stream.event_loop, {})[stream.request_id] = stream
         for event_loop, streams in news.items():
             _call_in(event_loop, _tell, streams.values())

@@ -287,13 +287,14 @@ class Api:
             return order.shape(self, generation).whole(await generation.all())
 
     async def _stream(self, request: Request, order: _Order) -> Response:
-        holding = AsyncExitStack()
         try:
-            start = holding.enter_async_context(self._desk.generation(order.asked))
-            generation = await unless_gone(request.receive, start)
+            async with AsyncExitStack() as holding:  # it may have started when this task is cancelled
+                start = holding.enter_async_context(self._desk.generation(order.asked))
+                generation = await unless_gone(request.receive, start)
+                stream = EventStream(self._chunks(generation, order), holding.pop_all())
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
-        return EventStream(self._chunks(generation, order), holding)
+        return stream
 
     async def _chunks(self, generation: Generation, order: _Order) -> AsyncIterator[bytes]:
         shape = order.shape(self, generation)

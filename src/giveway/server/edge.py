@@ -139,7 +139,8 @@ class Edge:
             # An upload may take long, as long as something comes.
             left_s = self._body_timeout_s if limit is None else end_s - clock()
             try:
-                message = await asyncio.wait_for(receive(), left_s)
+                async with asyncio.timeout(left_s):
+                    message = await receive()
             except TimeoutError as error:
                 late = f"the body has not come within {self._body_timeout_s:g} s (--body-timeout-s)"
                 raise HTTPException(408, late) from error

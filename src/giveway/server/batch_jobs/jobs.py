@@ -233,7 +233,8 @@ class BatchJobs:
         pause_s: float | None = None
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_s)
+                async with asyncio.timeout(pause_s):  # `wait_for` of Python 3.11 can miss that it is cancelled
+                    await self._wake.wait()
             self._wake.clear()
             try:
                 pause_s = await self._start_lines()
