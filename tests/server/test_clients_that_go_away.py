@@ -107,3 +107,16 @@ def test_three_hundred_clients_leave_in_all_states_and_the_next_one_is_served_as
             == calm["choices"][0]["text"][: len(answer.json()["choices"][0]["text"])]
         )
         server.until_idle()
+
+
+def test_clients_that_leave_at_the_very_moment_of_news_leave_nothing_behind() -> None:
+    # Goal: news and the end of a connection meet in every order; a request that goes on regardless would take minutes.
+    rng = random.Random(3)
+    prompts = [[n + 1] for n in range(60)]
+    with running(max_num_seqs=8, num_kv_blocks=2100, step_s=0.001, check_invariants=False) as server:
+        for _ in range(150):
+            connection = open_request(server, {"prompt": prompts, "max_tokens": 4000, "stream": True})
+            for _ in range(rng.randrange(4)):
+                connection.recv(1 << 16)
+            slam(connection)
+        server.until_idle()

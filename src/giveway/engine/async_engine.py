@@ -54,8 +54,8 @@ class RequestStream:
         self._max_unread = max_unread
         self._items: deque[_Item] = deque()
         self._is_held = False
-        # Of the two above: both threads look at one and write the other. Orders to hold and to let go are given under it
-        # as well, or one of each might reach the engine the wrong way round.
+        # Of the two above: both threads look at one and write the other. Orders to hold and to let go are given under
+        # it as well, or they might reach the engine the wrong way round.
         self._lock = threading.Lock()
         self.event_loop = asyncio.get_running_loop()
         self.news = news

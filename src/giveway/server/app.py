@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from giveway.engine.async_engine import AsyncEngine
 from giveway.server.access import Keyring
 from giveway.server.api import Api
+from giveway.server.description import DescribedApp
 from giveway.server.edge import Edge
 from giveway.server.generation import GenerationDesk
 from giveway.server.http_errors import ApiError, answer_api_error, error_body
@@ -51,7 +52,7 @@ class Parts:
 
 def create_app(parts: Parts) -> FastAPI:
     """Return the ASGI application."""
-    app = FastAPI(
+    app = DescribedApp(
         title="GiveWay",
         summary="OpenAI-compatible; low-priority work gives way and loses nothing.",
         version=parts.api.model.version,
