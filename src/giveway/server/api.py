@@ -168,6 +168,7 @@ class Api:
             cache_salt=body.cache_salt,
             is_stream=bool(body.stream),
             is_batch=is_batch,
+            form_field=_form_field(body) if structured is None else "tools",
         )
         return _ChatOrder(asked, body.stream_options, tool_format)
 
@@ -243,6 +244,7 @@ class Api:
             cache_salt=body.cache_salt,
             is_stream=bool(body.stream),
             is_batch=is_batch,
+            form_field=_form_field(body),
         )
         return _CompletionOrder(
             asked,
@@ -346,6 +348,10 @@ class Api:
             if not 0 <= token < vocab_size:
                 raise ApiError(400, f"tokens: {token} is not an id from 0 to {vocab_size - 1}", param="tokens")
         return {"prompt": self.texts.decode(body.tokens)}
+
+
+def _form_field(body: SamplingBody) -> str:
+    return "response_format" if body.structured_outputs is None else "structured_outputs"
 
 
 class _StreamUsage:

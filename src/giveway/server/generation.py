@@ -39,6 +39,7 @@ class Asked:
     cache_salt: str | None = None
     is_stream: bool = False
     is_batch: bool = False  # of the Batch API: not subject to limits on queues, which are for those who wait
+    form_field: str = "response_format"  # where the form of the answer came from, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ class GenerationDesk:
         try:
             submissions = await asyncio.to_thread(self._prepare, api_id, asked)
         except InvalidRequestError as error:
-            raise bad_request(error) from error
+            raise bad_request(error, asked.form_field) from error
         except GiveWayError as error:
             raise ApiError(503, str(error), code="engine_stopped") from error
         names = [name for submission in submissions for name in submission.request_ids]
@@ -234,7 +235,7 @@ class GenerationDesk:
             self._book.register(api_id, names, asked.caller.owner, asked.alias)
         except InvalidRequestError as error:
             self._waiting.leave(names)
-            raise bad_request(error) from error
+            raise bad_request(error, asked.form_field) from error
         news, streams = News(), list[RequestStream]()
         max_unread = self._limits.max_unread if asked.is_stream else None
         try:
@@ -246,7 +247,7 @@ class GenerationDesk:
             self._waiting.leave(names)
             self._book.withdraw(api_id)
             if isinstance(error, InvalidRequestError):
-                raise bad_request(error) from error
+                raise bad_request(error, asked.form_field) from error
             if isinstance(error, GiveWayError):
                 raise ApiError(503, str(error), code="engine_stopped") from error
             raise
@@ -277,9 +278,12 @@ class GenerationDesk:
                 self._engine.abort(stream.request_id)
 
 
-def bad_request(error: InvalidRequestError) -> ApiError:
-    """Return the answer to a request that is wrong; its field is named where the message begins with it."""
-    message = str(error)
+def bad_request(error: InvalidRequestError, form_field: str = "response_format") -> ApiError:
+    """Return the answer to a request that is wrong; its field is named where the message begins with it.
+
+    form_field: what the client sent of that which the engine knows as `response_format`.
+    """
+    message = re.sub(r"^response_format\b", form_field, str(error))
     first = message.partition(" ")[0].rstrip(":")
     is_field = _FIELD.fullmatch(first) and ("_" in first or "." in first or first in _PLAIN_FIELDS)
     code = "context_length_exceeded" if isinstance(error, RequestTooLargeError) else None

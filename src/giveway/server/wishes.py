@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,13 +123,17 @@ def _structured_output(body: SamplingBody) -> StructuredOutput | None:
     wanted = body.structured_outputs
     if wanted is None:
         return parse_response_format(body.response_format)
-    return StructuredOutput(
-        json_object=bool(wanted.json_object),
-        json_schema=wanted.json_,
-        regex=wanted.regex,
-        choice=None if wanted.choice is None else tuple(wanted.choice),
-        grammar=wanted.grammar,
-    )
+    try:
+        return StructuredOutput(
+            json_object=bool(wanted.json_object),
+            json_schema=wanted.json_,
+            regex=wanted.regex,
+            choice=None if wanted.choice is None else tuple(wanted.choice),
+            grammar=wanted.grammar,
+        )
+    except InvalidRequestError as error:
+        field = str(error).replace("structured_output.json_schema", "structured_outputs.json", 1)
+        raise InvalidRequestError(re.sub(r"^structured_output\b", "structured_outputs", field)) from error
 
 
 # Completions
