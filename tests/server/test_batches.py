@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,12 @@ def test_the_answers_of_a_batch_are_those_of_single_requests_and_wrong_lines_har
             body = answer["response"]["body"]
             assert answer["response"]["status_code"] == 200
             assert body["choices"][0]["message"]["content"] == single.choices[0].message.content
-            assert body["usage"]["completion_tokens"] == single.usage.completion_tokens  # type: ignore[union-attr]
+            assert body["usage"]["completion_tokens"] == single.usage.completion_tokens
         refused = content_of(client, batch.error_file_id)
         assert [each["custom_id"] for each in refused] == [each["custom_id"] for each in wrong]
         assert [each["response"]["status_code"] for each in refused] == [status for _, status in WRONG]
         assert all(each["response"]["body"]["error"]["message"] for each in refused)
-        assert batch.usage.output_tokens == sum(single.usage.completion_tokens for single in alone)  # type: ignore[union-attr]
+        assert batch.usage.output_tokens == sum(single.usage.completion_tokens for single in alone)
 
 
 def test_the_asynchronous_client_does_the_same_with_completions(tiny_jobs: Running) -> None:
@@ -104,7 +104,14 @@ def test_the_asynchronous_client_does_the_same_with_completions(tiny_jobs: Runni
 def test_a_batch_gives_way_to_an_interactive_request_and_its_answers_stay_as_they_were(tmp_path: Path) -> None:
     # Goal: class 30 whatever a line says; the seat is taken from it at once; nothing of it is lost or changed.
     bodies = [
-        {"model": "dry run", "prompt": [n + 1, 7], "max_tokens": 150, "temperature": 0, "ignore_eos": True, "priority": 0}
+        {
+            "model": "dry run",
+            "prompt": [n + 1, 7],
+            "max_tokens": 150,
+            "temperature": 0,
+            "ignore_eos": True,
+            "priority": 0,
+        }
         for n in range(6)
     ]
     with with_batches(tmp_path, max_num_seqs=2, num_kv_blocks=64, step_s=0.005) as server, server.client() as client:
@@ -124,7 +131,9 @@ def test_a_batch_gives_way_to_an_interactive_request_and_its_answers_stay_as_the
         alone = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in bodies]
         assert texts == alone
         told = server.get("/metrics").text
-        preempted = next(each for each in told.splitlines() if each.startswith('vllm:num_preemptions_total{') and '"batch"' in each)
+        preempted = next(
+            each for each in told.splitlines() if each.startswith("vllm:num_preemptions_total{") and '"batch"' in each
+        )
         assert float(preempted.split()[-1]) >= 1
         server.until_idle()
 
@@ -151,25 +160,29 @@ def test_a_cancelled_batch_frees_everything_and_keeps_what_was_answered(tmp_path
 
 
 def test_what_one_key_sends_is_invisible_to_another(tmp_path: Path) -> None:
-    with with_batches(tmp_path, keys=KEYS) as server:
-        with server.client(KEYS[0][0]) as one, server.client(KEYS[1][0]) as two:
-            batch_id = create(one, [line("a", {"prompt": "secret", "max_tokens": 2})])
-            batch = until_ended(one, batch_id)
-            assert not two.batches.list().data
-            assert not two.files.list().data
-            for look in (
-                lambda: two.batches.retrieve(batch_id),
-                lambda: two.batches.cancel(batch_id),
-                lambda: two.files.retrieve(batch.input_file_id),
-                lambda: two.files.content(batch.output_file_id),
-                lambda: two.files.delete(batch.input_file_id),
-                lambda: create_with(two, batch.input_file_id),
-            ):
-                with pytest.raises((openai.NotFoundError, openai.BadRequestError)) as refused:
-                    look()
-                assert "secret" not in str(refused.value)
-            assert [each.id for each in one.batches.list().data] == [batch_id]
-            assert len(one.files.list().data) == 2
+    with (
+        with_batches(tmp_path, keys=KEYS) as server,
+        server.client(KEYS[0][0]) as one,
+        server.client(KEYS[1][0]) as two,
+    ):
+        batch_id = create(one, [line("a", {"prompt": "secret", "max_tokens": 2})])
+        batch = until_ended(one, batch_id)
+        assert not two.batches.list().data
+        assert not two.files.list().data
+        looks: list[Callable[[], Any]] = [
+            lambda: two.batches.retrieve(batch_id),
+            lambda: two.batches.cancel(batch_id),
+            lambda: two.files.retrieve(batch.input_file_id),
+            lambda: two.files.content(batch.output_file_id),
+            lambda: two.files.delete(batch.input_file_id),
+            lambda: create_with(two, batch.input_file_id),
+        ]
+        for look in looks:
+            with pytest.raises((openai.NotFoundError, openai.BadRequestError)) as refused:
+                look()
+            assert "secret" not in str(refused.value)
+        assert [each.id for each in one.batches.list().data] == [batch_id]
+        assert len(one.files.list().data) == 2
 
 
 def create_with(client: openai.OpenAI, file_id: str) -> Any:

@@ -295,7 +295,14 @@ def test_a_call_and_its_result_go_back_to_the_model_as_its_template_writes_them(
 
 
 def test_a_call_is_the_same_when_its_request_has_given_way(caller: Running) -> None:
-    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "seed": 3, "temperature": 1.0, "max_tokens": 300}
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "seed": 3,
+        "temperature": 1.0,
+        "max_tokens": 300,
+    }
 
     def calls_of() -> list[dict[str, str]]:
         message = caller.post("/v1/chat/completions", body).json()["choices"][0]["message"]

@@ -54,7 +54,13 @@ async def many(server: Running, num_streams: int, seconds: float) -> int:
 
 
 # Fewer seats and blocks than streams: they give way to each other all the time.
-SETTINGS: dict[str, Any] = {"device": "cpu", "model": "tiny", "num_kv_blocks": 48, "max_num_seqs": 16, "swap_space": 1 << 18}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "model": "tiny",
+    "num_kv_blocks": 48,
+    "max_num_seqs": 16,
+    "swap_space": 1 << 18,
+}
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,7 @@ def metrics_of(server: Running) -> dict[str, float]:
 def total(samples: dict[str, float], name: str, **labels: str) -> float:
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     found = [
-        value
-        for key, value in samples.items()
-        if key.partition("{")[0] == name and all(each in key for each in wanted)
+        value for key, value in samples.items() if key.partition("{")[0] == name and all(each in key for each in wanted)
     ]
     assert found, f"no series {name}"
     return sum(found)
@@ -68,7 +66,13 @@ def test_counts_are_0_at_the_start_and_right_after_a_known_workload() -> None:
 
 
 def test_a_request_is_told_in_every_state_by_both_of_its_names_and_to_its_owner_alone() -> None:
-    settings: dict[str, Any] = {"max_num_seqs": 1, "num_kv_blocks": 300, "preemption_mode": "swap", "step_s": 0.005, "partial_preemption": False}
+    settings: dict[str, Any] = {
+        "max_num_seqs": 1,
+        "num_kv_blocks": 300,
+        "preemption_mode": "swap",
+        "step_s": 0.005,
+        "partial_preemption": False,
+    }
     one, two = ({"Authorization": f"Bearer {key}"} for key, _ in KEYS)
     with running(keys=KEYS, swap_space=64 << 20, **settings) as server:
 

@@ -49,7 +49,18 @@ class Logged:
 
 @contextmanager
 def serving(directory: Path) -> Iterator[Logged]:
-    flags = ("--device", "dry", "--max-num-seqs", "2", "--num-kv-blocks", "200", "--log-format", "json", "--drain-timeout-s", "500")
+    flags = (
+        "--device",
+        "dry",
+        "--max-num-seqs",
+        "2",
+        "--num-kv-blocks",
+        "200",
+        "--log-format",
+        "json",
+        "--drain-timeout-s",
+        "500",
+    )
     cache = str(directory / "cache")
     with process(*flags, directory=directory / "data", GIVEWAY_CACHE_DIR=cache) as (running_process, url):
         logged, stderr = Logged(running_process, url), running_process.stderr
@@ -72,14 +83,18 @@ def serving(directory: Path) -> Iterator[Logged]:
             stderr.close()
 
 
+def wait_for_answers(client: openai.OpenAI, batch_id: str, num_lines: int) -> None:
+    wait_until(lambda: num_completed(client, batch_id) >= num_lines, "the batch does not go on")
+
+
 def test_a_batch_survives_three_kills_and_no_answered_line_is_run_again(tmp_path: Path) -> None:
     # Goal: nothing lost, nothing doubled, and what the disk knows is never computed again.
     batch_id, done = "", set[str]()
     for round_number in range(3):
+        goal = len(done) + 4
         with serving(tmp_path) as server, server.client() as client:
             batch_id = batch_id or create(client, LINES)
-            goal = len(done) + 4
-            wait_until(lambda: num_completed(client, batch_id) >= goal, "the batch does not go on")
+            wait_for_answers(client, batch_id, goal)
             server.process.send_signal(signal.SIGKILL)
             assert server.process.wait(ANY_TIME_S) == -signal.SIGKILL
         assert not done & set(server.lines_ended()), "an answered line was run again"
@@ -104,7 +119,7 @@ def test_a_batch_survives_three_kills_and_no_answered_line_is_run_again(tmp_path
 def test_sigterm_lets_interactive_requests_end_and_keeps_the_batch_for_the_next_start(tmp_path: Path) -> None:
     with serving(tmp_path) as server, server.client() as client:
         batch_id = create(client, LINES)
-        wait_until(lambda: num_completed(client, batch_id) >= 3, "the batch does not go on")
+        wait_for_answers(client, batch_id, 3)
         stream = client.completions.create(
             model="dry run", prompt=[9], max_tokens=1000, stream=True, extra_body={"ignore_eos": True, "priority": 0}
         )

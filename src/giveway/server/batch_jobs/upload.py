@@ -9,6 +9,7 @@ from typing import Protocol
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from giveway.server.batch_jobs.file_table import Upload
@@ -186,7 +187,7 @@ async def pass_over(pieces: AsyncIterator[bytes], max_bytes: int, wait_s: float)
 
     try:
         await asyncio.wait_for(read(), wait_s)
-    except (TimeoutError, ClientDisconnect):
+    except (TimeoutError, ClientDisconnect, HTTPException):  # the last: of a server that limits the time of a body
         return
 
 
