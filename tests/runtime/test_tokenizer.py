@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -140,6 +141,26 @@ def test_special_strings_become_ordinary_pieces_on_request(parts: list[str]) -> 
     ids = tokenizer.encode(text, parse_special=False)
     assert not tokenizer.special_ids & set(ids)
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_a_long_text_has_the_ids_of_its_parts_and_other_threads_go_on_meanwhile(smollm2: Tokenizer) -> None:
+    # Goal: a megabyte takes seconds to tokenize; the interpreter's lock must not be held all that time.
+    part = "It was a dark and stormy night, and 17 owls called.\n"
+    text = part * 20_000
+    ticks, is_over = [0], threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.001):
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    ids = smollm2.encode(text)
+    is_over.set()
+    thread.join()
+    assert ids == smollm2.encode(part) * 20_000
+    assert ticks[0] > 20, "nobody else got a turn"
+    assert len(text.encode()) / smollm2.longest_token_bytes <= len(ids)
 
 
 def test_special_tokens_are_whole_and_can_be_left_out_of_the_text(smollm2: Tokenizer) -> None:

@@ -74,6 +74,11 @@ def test_a_key_has_so_many_requests_at_a_time_and_no_more() -> None:
         statuses = asyncio.run(main())
         assert sorted(statuses) == [200, 200, 429, 429, 429]
         assert asyncio.run(main()).count(200) == 2, "requests that have ended still count"
+        headers = {"Authorization": "Bearer a-long-key-of-one"}
+        for body in ({"prompt": "a", "n": 3}, {"prompt": ["a", "b", "c"]}):  # each answer counts
+            refused = server.post("/v1/completions", body, headers=headers)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["code"] == "too_many_answers"
         assert server.client("a-long-key-of-two").completions.create(model="dry run", prompt="a", max_tokens=2)
 
 
@@ -93,8 +98,11 @@ def test_waiting_requests_are_counted_until_their_first_seat_or_their_end() -> N
     counts(None, [Admitted(names[0], 0.0, 0, False, True)])  # a resume is no first seat
     assert counts.count("flex") == 2
     with pytest.raises(ApiError) as refused:
-        counts.enter("flex", names, limit=3)
+        counts.enter("flex", names[:2], limit=3)
     assert refused.value.headers["Retry-After"] == "10"  # one seat in ten seconds, half of two waiting
+    with pytest.raises(ApiError) as refused:
+        counts.enter("flex", names, limit=3)
+    assert refused.value.status == 400  # no time is the right one for so many
     counts(None, [Finished(names[2], 0.0, FinishReason.ABORT, None, 0, 0, 0)])
     counts.leave(names)
     assert counts.count("flex") == 0

@@ -11,6 +11,7 @@ import pytest
 from giveway.core.events import Preempted, StepEvent, TokenEmitted
 from giveway.core.plan import StepPlan
 from giveway.server.access import Caller
+from giveway.server.classes import PriorityClasses
 from tests.server.running import Running, running, wait_until
 
 
@@ -156,6 +157,21 @@ def test_nobody_gets_above_the_ceiling_of_his_key(key: int, body: dict[str, Any]
         answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **body}, headers=headers)
         assert journal.priorities[answer.json()["id"]] == priority
         assert answer.json()["service_tier"] == {0: "priority", 20: "flex", 25: "flex"}.get(priority, "flex")
+        is_lowered = key == 1 and (body.get("priority") == 0 or body.get("service_tier") == "priority")
+        assert ("ceiling" in answer.headers.get("X-GiveWay-Warning", "")) == is_lowered
+
+
+def test_a_class_that_the_operator_named_is_a_tier() -> None:
+    entries = (("priority", 0), ("interactive", 5), ("default", 10), ("flex", 20), ("batch", 30))
+    with running(server={"classes": PriorityClasses(entries)}) as server:
+        journal = Journal(server)
+        wish = {"prompt": "a", "max_tokens": 2}
+        answer = server.post("/v1/completions", {**wish, "service_tier": "interactive"}).json()
+        assert journal.priorities[answer["id"]] == 5
+        assert answer["service_tier"] == "interactive"
+        refused = server.post("/v1/completions", {**wish, "service_tier": "batch"})
+        assert refused.status_code == 400
+        assert "interactive" in refused.json()["error"]["message"]
 
 
 def test_a_waiting_urgent_request_takes_a_seat_from_running_background_work() -> None:

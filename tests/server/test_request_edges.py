@@ -7,6 +7,7 @@ import json
 import socket
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from tests.server.running import Running, events_of, running
@@ -285,3 +286,31 @@ def test_a_request_has_the_name_that_its_client_gave_it_if_that_is_harmless(dry:
         assert made != wrong
         assert len(made) == 32
     assert len(dry.get("/nothing").headers["X-Request-Id"]) == 32
+
+
+def test_a_head_that_is_too_large_is_refused_and_the_connection_closed(dry: Running) -> None:
+    lines = b"".join(b"X-Header-%d: %s\r\n" % (number, b"a" * 1000) for number in range(200))
+    try:
+        said = raw(dry, b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n" + lines + b"\r\n")
+    except ConnectionError:  # the rest of the head was never read, so the answer may be lost with the connection
+        said = b""
+    assert said.startswith(b"HTTP/1.1 400") or not said
+    still_works(dry)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(dry: Running) -> None:
+    # Goal: minutes of tokenizing are not to be had for one request.
+    text = "word " * 200_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        response = dry.post(path, body)
+        assert response.status_code == 400
+        assert error_of(response)["code"] == "context_length_exceeded"
+        assert "at least" in error_of(response)["message"]
+
+
+def test_health_answers_head_too_and_an_address_with_a_slash_at_its_end_is_unknown(dry: Running) -> None:
+    assert httpx.head(f"{dry.url}/health").status_code == 200
+    assert dry.get("/v1/models/").status_code == 404

@@ -59,9 +59,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new vers
 )
 @flag("max_queued", type=WholeNumber(), default=10_000, help="Requests of one class that may wait for a first seat.")
 @flag("max_queued_by_class", type=Numbers(), help="The same for single classes, such as flex=500,batch=2000.")
-@flag(
-    "max_body_size", type=Size(), default="16MiB", help="Size of a request's body; uploads have a limit of their own."
-)
+@flag("max_body_size", type=Size(), default="4MiB", help="Size of a request's body; uploads have a limit of their own.")
 @flag("body_timeout_s", type=Number(), default=60.0, help="Seconds that a body may take to arrive.")
 @flag("request_timeout_s", type=Number(), help="Seconds from a request's arrival to its end. Default: no limit.")
 @flag("keep_alive_s", type=Number(), default=5.0, help="A stream that has nothing to say sends a comment so often.")
@@ -90,7 +88,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new vers
     "log_level",
     type=click.Choice(("debug", "info", "warning", "error")),
     default="info",
-    help="What is logged; info has a line for every finished request. Prompts never are.",
+    help="What is logged; info has a line for every finished request, without its prompt.",
 )
 @takes_engine_options()
 def command(options: EngineOptions, model_argument: str | None, **values: Any) -> int:

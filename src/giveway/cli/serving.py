@@ -23,7 +23,7 @@ def begin_logging(log_format: str, log_level: str) -> None:
     configure_logging(log_format, log_level)
     logging.getLogger("giveway").handlers.clear()  # else they would be told twice
     for name in ("uvicorn", "uvicorn.error"):  # it tells of its start and its end, which the server does itself
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def serve(options: EngineOptions, server_options: ServerOptions) -> int:
@@ -41,8 +41,10 @@ def serve(options: EngineOptions, server_options: ServerOptions) -> int:
         # FastAPI takes half a second to import; the model is loaded meanwhile, which mostly is not Python's work.
         importing = threading.Thread(target=import_module, args=("giveway.server.everything",))
         importing.start()
-        built = build_engine(options)
-        importing.join()
+        try:
+            built = build_engine(options)
+        finally:
+            importing.join()  # an interpreter that ends must not find it at work
         try:
             with asyncio.Runner(loop_factory=_new_event_loop()) as runner:
                 return runner.run(_serve_on(sock, built, options, server_options, keyring))

@@ -27,6 +27,10 @@ class Tokenizing(Protocol):
     def special_ids(self) -> frozenset[TokenId]:
         """Control tokens: what decode leaves out unless told otherwise."""
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token, at least 1."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[TokenId]:
         """Return the ids of a text.
 

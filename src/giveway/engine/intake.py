@@ -21,6 +21,7 @@ from giveway.core.tokenizing import Tokenizing
 Prompt = str | Sequence[TokenId]
 
 MAX_CACHE_SALT_CHARS = 256
+_LONG_PROMPT_CHARACTERS = 1 << 16
 
 
 def branch_id(request_id: RequestId, index: int) -> RequestId:
@@ -121,12 +122,24 @@ class Intake:
 
     def _tokens(self, request_id: RequestId, prompt: Prompt) -> tuple[TokenId, ...]:
         if isinstance(prompt, str):
+            self._check_length(request_id, prompt)
             token_ids = tuple(self._tokenizer.encode(prompt))
         else:
             token_ids = self._checked_ids(request_id, prompt)
         if not token_ids:
             raise InvalidRequestError(f"request {request_id!r} has an empty prompt; at least 1 token is needed")
         return token_ids
+
+    def _check_length(self, request_id: RequestId, prompt: str) -> None:
+        """Refuse a text that cannot fit whatever its tokens are: finding them would take seconds."""
+        if len(prompt) < _LONG_PROMPT_CHARACTERS:
+            return
+        least = len(prompt) // self._tokenizer.longest_token_bytes
+        if least >= self._max_tokens_in_all:
+            raise RequestTooLargeError(
+                f"request {request_id!r} can never fit: its prompt of {len(prompt)} characters has at least {least} "
+                f"tokens, and prompt and output together may have {self._max_tokens_in_all}."
+            )
 
     def _checked_ids(self, request_id: RequestId, prompt: object) -> tuple[TokenId, ...]:
         """Return ids given by a caller as plain integers; those of numpy are as good."""

@@ -48,6 +48,13 @@ class WaitingCounts:
 
     def enter(self, class_name: str, request_ids: Sequence[RequestId], limit: int) -> None:
         """Count requests as waiting, all or none. Raises ApiError 429 if more than `limit` of the class would wait."""
+        if len(request_ids) > limit:
+            raise ApiError(
+                400,
+                f"the request asks for {len(request_ids)} answers, and at most {limit} of class {class_name!r} may "
+                "wait at a time: send fewer prompts, or a smaller n",
+                code="too_many_answers",
+            )
         with self._lock:
             waiting = self._counts[class_name]
             if waiting + len(request_ids) > limit:
@@ -78,30 +85,31 @@ class WaitingCounts:
 
 
 class ConcurrencyCounts:
-    """How many requests each key has in progress. Known to the event loop alone."""
+    """How many answers each key has in progress. Known to the event loop alone."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def enter(self, caller: Caller) -> None:
-        """Count one more request. Raises ApiError 429."""
-        limit = caller.max_concurrent
-        if limit is not None and self._counts[caller.owner] >= limit:
+    def enter(self, caller: Caller, num_answers: int) -> None:
+        """Count the answers of one more request. Raises ApiError 429, or 400 if they are too many at any time."""
+        limit, under_way = caller.max_concurrent, self._counts[caller.owner]
+        if limit is not None and num_answers > limit:
+            raise ApiError(
+                400,
+                f"the request asks for {num_answers} answers, and the key {caller.name!r} may have {limit} in progress",
+                code="too_many_answers",
+            )
+        if limit is not None and under_way + num_answers > limit:
             raise ApiError(
                 429,
-                f"the key {caller.name!r} has {limit} requests in progress, which is its limit",
+                f"the key {caller.name!r} has {under_way} answers in progress, and {limit} is its limit",
                 code="concurrency_limit",
                 headers={"Retry-After": "1"},
             )
-        self._counts[caller.owner] += 1
+        self._counts[caller.owner] += num_answers
 
-    def leave(self, caller: Caller) -> None:
-        """Count one request less."""
-        self._counts[caller.owner] -= 1
+    def leave(self, caller: Caller, num_answers: int) -> None:
+        """Count the answers of a request no longer."""
+        self._counts[caller.owner] -= num_answers
         if not self._counts[caller.owner]:
             del self._counts[caller.owner]
-
-    @property
-    def total(self) -> int:
-        """Requests in progress."""
-        return self._counts.total()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -29,6 +30,7 @@ from giveway.server.openai_types import (
     SamplingBody,
     StreamOptions,
     TokenizeBody,
+    unknown_fields,
 )
 from giveway.server.served_model import ServedModel
 from giveway.server.settings import ServerLimits
@@ -43,6 +45,7 @@ from giveway.server.wishes import (
     tier_served,
 )
 
+MAX_DETOKENIZED = 1 << 17  # ids in one request
 CLIENT_CLOSED = 499  # what nginx logs for it; nobody sees this answer
 
 
@@ -161,6 +164,7 @@ class Api:
             kind="chatcmpl",
             endpoint="/v1/chat/completions",
             prompts=lambda: [encode()],
+            num_prompts=1,
             sampling=sampling,
             priority=self._priority(body, caller) if priority is None else priority,
             caller=caller,
@@ -181,6 +185,8 @@ class Api:
             raise InvalidRequestError(f"chat_template_kwargs may not hold {sorted(reserved)[0]}")
         if has_tools:
             further["tools"] = body.tools
+        if not isinstance(body, TokenizeBody):
+            self.model.check_length(sum(len(message["content"]) for message in messages))
         add_generation_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
         return self.model.encode_chat(messages, add_generation_prompt=add_generation_prompt, **further)
 
@@ -237,6 +243,7 @@ class Api:
             kind="cmpl",
             endpoint="/v1/completions",
             prompts=partial(self._plain_prompts, prompts, body.add_special_tokens),
+            num_prompts=len(prompts),
             sampling=completion_sampling(body),
             priority=self._priority(body, caller) if priority is None else priority,
             caller=caller,
@@ -262,6 +269,18 @@ class Api:
 
     def _priority(self, body: SamplingBody, caller: Caller) -> int:
         return priority_of(body, caller, self.classes, self._default_priority)
+
+    def notices(self, body: BaseModel, caller: Caller) -> list[str]:
+        """Return what the client should know although its request is served."""
+        notices = []
+        unknown = unknown_fields(body)
+        if unknown:
+            notices.append(f"ignored unknown fields: {', '.join(unknown)}")
+        if isinstance(body, SamplingBody):
+            wanted = priority_of(body, replace(caller, ceiling=0), self.classes, self._default_priority)
+            if wanted < caller.ceiling:
+                notices.append(f"priority {wanted} was lowered to {caller.ceiling}, the ceiling of this key")
+        return notices
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.model.names:
@@ -343,6 +362,8 @@ class Api:
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """POST /detokenize."""
         self._check_model(body.model)
+        if len(body.tokens) > max(self.model.max_model_len, MAX_DETOKENIZED):
+            raise ApiError(400, f"tokens has {len(body.tokens)} ids; no text here has so many", param="tokens")
         vocab_size = self.model.tokenizer.vocab_size
         for token in body.tokens:
             if not 0 <= token < vocab_size:

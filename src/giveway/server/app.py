@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -24,7 +23,7 @@ from giveway.server.generation import GenerationDesk
 from giveway.server.http_errors import ApiError, answer_api_error, error_body
 from giveway.server.metric_families import Rejection
 from giveway.server.metrics import ServerMetrics
-from giveway.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, unknown_fields
+from giveway.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from giveway.server.request_book import RequestBook
 from giveway.server.settings import ServerLimits
 
@@ -58,6 +57,7 @@ def create_app(parts: Parts) -> FastAPI:
         version=parts.api.model.version,
         docs_url=None,  # these pages load scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,
+        redirect_slashes=False,
     )
 
     app.include_router(_model_routes(parts))
@@ -147,19 +147,21 @@ def _model_routes(parts: Parts) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
-        return _warned(await api.chat(request, body, request.state.caller), body)
+        return _warned(await api.chat(request, body, request.state.caller), api.notices(body, request.state.caller))
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        return _warned(await api.completion(request, body, request.state.caller), body)
+        return _warned(
+            await api.completion(request, body, request.state.caller), api.notices(body, request.state.caller)
+        )
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
-        return _warned(JSONResponse(await api.tokenize(body)), body)
+    async def tokenize(request: Request, body: TokenizeBody) -> Response:
+        return _warned(JSONResponse(await api.tokenize(body)), api.notices(body, request.state.caller))
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> Response:
-        return _warned(JSONResponse(await api.detokenize(body)), body)
+    async def detokenize(request: Request, body: DetokenizeBody) -> Response:
+        return _warned(JSONResponse(await api.detokenize(body)), api.notices(body, request.state.caller))
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -187,13 +189,12 @@ def _model_body(api: Api, name: str) -> dict[str, Any]:
     }
 
 
-def _warned(response: Response, body: BaseModel) -> Response:
-    """Tell the client which of its fields nobody looked at."""
-    unknown = unknown_fields(body)
-    if unknown:
-        names = ", ".join(unknown).encode("ascii", "backslashreplace").decode()
-        shown = "".join(character if character.isprintable() else "?" for character in names)
-        response.headers[WARNING_HEADER] = f"ignored unknown fields: {shown}"[:_MAX_WARNING_CHARACTERS]
+def _warned(response: Response, notices: Sequence[str]) -> Response:
+    """Tell the client what it should know, in a header that holds nothing but printable ASCII."""
+    if notices:
+        text = "; ".join(notices).encode("ascii", "backslashreplace").decode()
+        shown = "".join(character if character.isprintable() else "?" for character in text)
+        response.headers[WARNING_HEADER] = shown[:_MAX_WARNING_CHARACTERS]
     return response
 
 
@@ -203,6 +204,7 @@ def _warned(response: Response, body: BaseModel) -> Response:
 def _state_routes(parts: Parts) -> APIRouter:
     router = APIRouter()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
         trouble = await _trouble(parts)
@@ -298,11 +300,16 @@ def _place_of(complaint: Mapping[str, Any]) -> str | None:
     return ".".join(fields) or None
 
 
+_CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "body_timeout", 413: "body_too_large"}
+
+
 async def _answer_http_exception(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, StarletteHTTPException | HTTPException):
         raise error
     message = str(error.detail)
     if error.status_code == 404 and message == "Not Found":
         message = f"there is no {request.method} {request.url.path[:200]} here"
-    code = "unknown_url" if error.status_code == 404 else None
+    if message == "There was an error parsing the body":  # FastAPI's word for whatever JSON's reader raises
+        message = "the body cannot be read as JSON: not UTF-8, nested too deeply, or a number of too many digits"
+    code = _CODES.get(error.status_code)
     return JSONResponse(error_body(error.status_code, message, code=code), error.status_code, error.headers)

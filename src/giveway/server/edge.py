@@ -143,12 +143,12 @@ class Edge:
                     message = await receive()
             except TimeoutError as error:
                 late = f"the body has not come within {self._body_timeout_s:g} s (--body-timeout-s)"
-                raise HTTPException(408, late) from error
+                raise HTTPException(408, late, {"Connection": "close"}) from error
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 has_all = not message.get("more_body", False)
                 if limit is not None and num_bytes > limit:
-                    raise HTTPException(413, _too_large(limit).message)
+                    raise HTTPException(413, _too_large(limit).message, {"Connection": "close"})
             return message
 
         return receive_bounded
@@ -173,9 +173,10 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _without_port(host: str) -> str:
+    """Return the name in a `Host` header: names have no case, and may end in a dot."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
+    return host.partition(":")[0].lower().removesuffix(".")
 
 
 def route_of(scope: Scope) -> str:

@@ -25,13 +25,13 @@ class FinishedRequest:
     duration_s: float
     num_choices: int
     num_prompt_tokens: int
-    num_output_tokens: int  # of the answers that were completed
+    num_output_tokens: int  # also of answers that were not completed
     num_cached_tokens: int
     num_recomputed_tokens: int
     swapped_bytes: int  # both ways
     preemptions: dict[str, int]  # by mode
     finish_reasons: dict[str, int]
-    queue_s: float | None  # of the answer that waited longest; None: none got a seat
+    queue_s: float | None  # of the answer that waited longest; None: none was completed
     ttft_s: float | None  # of the answer that began first
 
     @classmethod
@@ -56,12 +56,12 @@ class FinishedRequest:
             duration_s=duration_s,
             num_choices=generation.num_choices,
             num_prompt_tokens=sum(len(each.branches[0].prompt_token_ids) for each in generation.submissions),
-            num_output_tokens=sum(len(result.token_ids) for result in results),
+            num_output_tokens=generation.num_output_tokens,
             num_cached_tokens=sum(each.num_cached_tokens for each in stats),
             num_recomputed_tokens=sum(each.num_recomputed_tokens for each in stats),
             swapped_bytes=sum(each.swapped_out_bytes + each.swapped_in_bytes for each in stats),
             preemptions=dict(preemptions),
             finish_reasons=dict(Counter(result.finish_reason.value for result in results)),
             queue_s=max(queue_s, default=None),
-            ttft_s=min(ttft_s, default=None),
+            ttft_s=min(ttft_s, default=generation.first_token_s),
         )

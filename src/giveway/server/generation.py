@@ -32,6 +32,7 @@ class Asked:
     kind: str  # prefix of its id: "cmpl" or "chatcmpl"
     endpoint: str
     prompts: Callable[[], Sequence[Prompt]]  # called in a worker thread: templates and tokenizing take a while
+    num_prompts: int
     sampling: SamplingParams
     priority: int  # under the caller's ceiling
     caller: Caller
@@ -39,6 +40,12 @@ class Asked:
     cache_salt: str | None = None
     is_stream: bool = False
     is_batch: bool = False  # of the Batch API: not subject to limits on queues, which are for those who wait
+
+    @property
+    def num_answers(self) -> int:
+        """Answers over all prompts."""
+        return self.num_prompts * self.sampling.n
+
     form_field: str = "response_format"  # where the form of the answer came from, for errors
 
 
@@ -73,6 +80,8 @@ class Generation:
         self.asked = asked
         self.streams = streams
         self.results: dict[int, RequestOutput] = {}  # by index of the choice
+        self.num_output_tokens = 0  # of all answers, also of those that are not complete
+        self.first_token_s: float | None = None  # from the start; None: none has come
         self._news = news
         self._place_of = {stream: place for place, stream in enumerate(streams)}
         self._num_ended = 0
@@ -128,6 +137,9 @@ class Generation:
         self._num_ended += stream.has_ended
         place, pieces = self._place_of[stream], []
         for update in updates:
+            if update.token_ids:
+                self.num_output_tokens += len(update.token_ids)
+                self.first_token_s = self.first_token_s or time.monotonic() - self._started_s
             index = place * self.asked.sampling.n + update.index
             if update.result is not None:
                 self.results[index] = update.result
@@ -149,6 +161,8 @@ class Generation:
 
 def _check_end(result: RequestOutput) -> None:
     if result.finish_reason is FinishReason.ERROR:
+        if (result.error or "").startswith("the grammar"):  # it was too much for the library, which trying again is too
+            raise ApiError(400, f"the form of the answer cannot be kept: {result.error}", code="grammar_failed")
         raise ApiError(500, f"the request failed: {result.error}", code="request_failed")
     if result.finish_reason is FinishReason.ABORT:
         raise ApiError(503, "the request was ended by the server, which is shutting down", code="shutting_down")
@@ -195,7 +209,7 @@ class GenerationDesk:
         if self.is_draining and not asked.is_batch:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
         if not asked.is_batch:
-            self._concurrent.enter(asked.caller)
+            self._concurrent.enter(asked.caller, asked.num_answers)
         generation: Generation | None = None
         started_s, status = time.monotonic(), 200
         api_id = f"{asked.kind}-{uuid.uuid4().hex}"
@@ -214,7 +228,7 @@ class GenerationDesk:
             raise
         finally:
             if not asked.is_batch:
-                self._concurrent.leave(asked.caller)
+                self._concurrent.leave(asked.caller, asked.num_answers)
             if generation is not None:
                 generation.close()
                 self._open.discard(generation)

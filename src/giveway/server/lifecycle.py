@@ -24,6 +24,7 @@ from giveway.server.generation import GenerationDesk
 logger = logging.getLogger("giveway.server")
 
 EXIT_FAILED = 1
+MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0  # for the head of a request, and for a connection that says nothing at all
 _LAST_WORDS_S = 2.0  # for telling clients that their requests were ended
 _CONNECTIONS_S = 5.0  # for connections to close
@@ -48,9 +49,10 @@ class Store(Protocol):
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """HTTP/1.1, with a limit on how long a client may take over the head of a request."""
+    """HTTP/1.1, with limits on the size of a request's head and on how long a client may take over it."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
@@ -60,7 +62,23 @@ class PatientProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to wait for the rest of a head, also of a later request."""
         super().on_message_begin()
+        self._num_head_bytes = 0
         self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        """Take in a part of the address."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take in a header."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the head of the request is too large")  # uvicorn answers 400 and closes the connection
 
     def on_headers_complete(self) -> None:
         """Stop waiting."""

@@ -13,7 +13,7 @@ MIB = 1 << 20
 class ServerLimits:
     """Bounds on what clients may ask for and hold."""
 
-    max_body_bytes: int = 16 * MIB  # of one request; uploads have a limit of their own
+    max_body_bytes: int = 4 * MIB  # of one request; uploads have a limit of their own
     max_queued: int = 10_000  # requests of one class that wait for their first seat
     max_queued_of: dict[str, int] = field(default_factory=dict)  # the same, for classes by name
     max_unread: int = 512  # updates that may wait for a slow reader before its request gives way

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from giveway.core.config import clamp_class
-from giveway.core.errors import ConfigError, InvalidRequestError
+from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import SamplingParams, StructuredOutput
 from giveway.engine.intake import Prompt
 from giveway.engine.response_format import parse_response_format
@@ -42,7 +42,6 @@ _SAME_NAMES = (
     "skip_special_tokens",
     "prompt_logprobs",
 )
-_TIERS = ("priority", "default", "flex")
 
 
 # Who goes first
@@ -63,26 +62,17 @@ def priority_of(body: SamplingBody, caller: Caller, classes: PriorityClasses, de
 def _class_of_tier(tier: str, caller: Caller, classes: PriorityClasses, default_priority: int) -> int:
     if tier in ("auto", "default"):
         return default_priority if caller.default_priority is None else caller.default_priority
-    if tier not in _TIERS:
-        raise ApiError(
-            400, f"service_tier is {tier!r}; it must be one of priority, default, auto, flex", param="service_tier"
-        )
-    return _start_of(tier, classes)
-
-
-def _start_of(tier: str, classes: PriorityClasses) -> int:
-    start = classes.start_of(tier)
+    start = None if tier == "batch" else classes.start_of(tier)
     if start is None:
-        raise ConfigError(f"no priority class is called {tier!r}, which service_tier needs")
+        known = ", ".join(name for name in classes.names if name != "batch")
+        raise ApiError(400, f"service_tier is {tier[:60]!r}; it must be one of auto, {known}", param="service_tier")
     return start
 
 
 def tier_served(priority: int, classes: PriorityClasses) -> str:
-    """Return OpenAI's word for the class that serves a request; classes behind flex have none of their own."""
-    for tier in reversed(_TIERS):
-        if priority >= _start_of(tier, classes):
-            return tier
-    return _TIERS[0]
+    """Return the name of the class that serves a request; OpenAI knows no tier behind flex, so batch is called that."""
+    name = classes.name_of(priority)
+    return "flex" if name == "batch" else name
 
 
 # Sampling

@@ -26,6 +26,7 @@ class ByteTokenizer:
     """
 
     vocab_size: int = 260
+    longest_token_bytes: int = len("<|im_start|>")
     bos_token_id: TokenId | None = 256
     eos_token_ids: frozenset[TokenId] = frozenset({257, 259})
     special_ids: frozenset[TokenId] = frozenset(_CONTROLS.values())

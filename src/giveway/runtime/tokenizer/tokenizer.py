@@ -16,6 +16,8 @@ from giveway.core.ids import TokenId
 from giveway.runtime.tokenizer.byte_alphabet import BYTE_OF_CHARACTER
 from giveway.runtime.tokenizer.control_text import ESCAPED_LEAD, LEAD, MARK, ControlStrings, unmark
 
+_LONG_TEXT_CHARACTERS = 2048
+
 
 class Tokenizer:
     """A vocabulary in memory. See giveway.core.tokenizing.Tokenizing for the meaning of the methods."""
@@ -100,6 +102,11 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: a text has at least its own bytes over this many tokens."""
+        return max((len(self.token_bytes(index)) for index in range(self.vocab_size)), default=1)
+
     def save(self, path: Path) -> None:
         """Write the vocabulary as a Hugging Face `tokenizer.json`, for other programs; without prefix and suffix."""
         self._backend.save(str(path))
@@ -113,7 +120,10 @@ class Tokenizer:
     @staticmethod
     def _run(backend: tokenizers.Tokenizer, text: str) -> Any:
         try:
-            return backend.encode(text, add_special_tokens=False)
+            if len(text) < _LONG_TEXT_CHARACTERS:
+                return backend.encode(text, add_special_tokens=False)
+            # For a batch the package lets go of the interpreter's lock, and a megabyte takes seconds.
+            return backend.encode_batch([text], add_special_tokens=False)[0]
         except (UnicodeEncodeError, TypeError) as error:
             # `tokenizers` reports a lone surrogate as a TypeError of the whole argument.
             raise InvalidRequestError(
