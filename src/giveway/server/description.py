@@ -125,13 +125,17 @@ def _complete(description: dict[str, Any]) -> None:
         for method in _METHODS:
             if method in operations:
                 operations[method]["responses"] = _responses(method, path)
+                body = operations[method].get("requestBody", {})
+                for content in body.get("content", {}).values():
+                    schemas.update(content["schema"].pop("$defs", {}))
 
 
 def _responses(method: str, path: str) -> dict[str, Any]:
     place = (method, path)
     content: dict[str, Any] = {_OTHER_TYPES.get(place, _JSON): {"schema": _ANSWERS.get(place, _TEXT)}}
     if place in _STREAMED:
-        content["text/event-stream"] = {"schema": {**_TEXT, "description": "With `stream`: chunks, then [DONE]."}}
+        # Of an event every reader of descriptions makes something else: a text, an object, a chunk. No schema then.
+        content["text/event-stream"] = {"example": 'data: {"object": "..."}\n\ndata: [DONE]\n\n'}
     error = {"content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
     answers = {
         "200": {"description": "Done.", "content": content},

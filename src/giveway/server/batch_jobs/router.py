@@ -55,8 +55,10 @@ _FORM_DESCRIPTION = {
         },
     }
 }
+_CREATE_BATCH = CreateBatch.model_json_schema(ref_template="#/components/schemas/{model}")
 _BATCH_DESCRIPTION = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": CreateBatch.model_json_schema()}}}
+    # Its `$defs` go where these references point when the server describes itself.
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _CREATE_BATCH}}}
 }
 
 

@@ -46,7 +46,7 @@ class CreateBatch(BaseModel):
     model_config = ConfigDict(strict=True)
 
     input_file_id: str
-    endpoint: str = Field(description="`/v1/chat/completions` or `/v1/completions`; every line names it as well.")
+    endpoint: str = Field(description="Every line names it as well.", json_schema_extra={"enum": list(ENDPOINTS)})
     completion_window: str = Field(description="`24h`, or another number with `m`, `h` or `d`.")
     metadata: dict[str, str] | None = None
     output_expires_after: OutputExpiresAfter | None = None
