@@ -237,7 +237,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
 
 
 def test_whatever_happens_everybody_ends_with_the_right_tokens_and_the_pools_are_empty() -> None:
-    run_state_machine_as_test(AnythingMayHappen, settings=settings(max_examples=250, stateful_step_count=40))
+    run_state_machine_as_test(AnythingMayHappen, settings=settings(max_examples=100, stateful_step_count=40))
 
 
 @pytest.mark.long
