@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 SANITIZED := build/sanitized
 
-# Processes that tests run in: one a core, at most four, since each may hold a model. `make test TEST_PROCESSES=0`: this one.
+# How many processes tests run in: one a core, and no more than four, since each may hold a model.
+# `make test TEST_PROCESSES=0` is plain pytest.
 TEST_PROCESSES ?= auto
 PARALLEL := -n $(TEST_PROCESSES) --maxprocesses 4 --dist worksteal
 
