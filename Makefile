@@ -6,16 +6,24 @@ STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 SANITIZED := build/sanitized
 
+# How many processes tests run in: one a core, and no more than four, since each may hold a model.
+# `make test TEST_PROCESSES=0` is plain pytest.
+TEST_PROCESSES ?= auto
+PARALLEL := -n $(TEST_PROCESSES) --maxprocesses 4 --dist worksteal
+
+# Otherwise every process compiles all tests anew, which takes longer than most of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-long check check-native format kernels clean
 
 demo: $(KERNELS)
 	$(BIN)/giveway demo
 
 test: $(KERNELS)
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 test-long: $(KERNELS)
-	$(BIN)/pytest -m long
+	$(BIN)/pytest $(PARALLEL) -m long
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

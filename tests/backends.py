@@ -22,8 +22,11 @@ _not_every_day = [pytest.mark.long] if native.is_installed() else []
 OPTIONS = [
     pytest.param(EngineOptions(device="cpu", backend="torch"), id="torch", marks=_not_every_day),
     pytest.param(EngineOptions(device="cpu", backend="native", dtype="float32"), id="native", marks=needs_kernels),
+    # Two threads by number: the default is one where tests run beside each other.
     pytest.param(
-        EngineOptions(device="cpu", backend="native", dtype="bfloat16"), id="native-bf16", marks=needs_kernels
+        EngineOptions(device="cpu", backend="native", dtype="bfloat16", num_threads=2),
+        id="native-bf16",
+        marks=needs_kernels,
     ),
 ]
 

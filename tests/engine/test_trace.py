@@ -51,8 +51,11 @@ def dry(path: Path, **options: Any) -> BuiltEngine:
     return build_engine(EngineOptions(**values), StepClock())
 
 
-def compare(world: TracedWorld) -> None:
-    """Walk through the trace beside what was really known: nobody without a reason, no reason that was not so."""
+def compare(world: TracedWorld) -> Trace:
+    """Walk through the trace beside what was really known: nobody without a reason, no reason that was not so.
+
+    Returns the trace.
+    """
     trace = world.read()
     unserved: Counter[RequestId] = Counter()
     situation = Situation(trace.content.config)
@@ -78,6 +81,7 @@ def compare(world: TracedWorld) -> None:
     check_decisions(trace)
     trace.totals()
     trace.as_chrome_trace()
+    return trace
 
 
 def check_reason(causes: Causes, step: TracedStep, truth: Truth, name: RequestId) -> UnservedReason | None:
@@ -202,8 +206,7 @@ def test_in_random_runs_everybody_is_served_or_has_exactly_one_reason(tmp_path: 
         live(world, rng, 120)
         world.run_until_idle()
         world.writer.close()
-        compare(world)
-        trace = world.read()
+        trace = compare(world)
         reasons |= {reason for totals in trace.totals() for reason in totals.num_unserved_steps}
         for step in trace.steps:
             fields.update(name for name in SEEN_IN_RANDOM_RUNS if getattr(step, name))

@@ -149,8 +149,11 @@ def forced(
     return check(workload, run(engine, random.Random(seed), choice, probability))
 
 
-@pytest.mark.parametrize("choice", list(PreemptionChoice))
-@pytest.mark.parametrize(("chunk", "batch"), [(16, 3), (64, 16), (512, 6)])
+# Every choice and a small, a middle and a large chunk; the long round has all of them with each other.
+@pytest.mark.parametrize(
+    ("choice", "chunk", "batch"),
+    [(PreemptionChoice.RECOMPUTE, 16, 3), (PreemptionChoice.SWAP, 64, 16), (PreemptionChoice.AUTO, 512, 6)],
+)
 def test_forced_at_random_steps(
     model: Model, workload: Workload, choice: PreemptionChoice, chunk: int, batch: int
 ) -> None:

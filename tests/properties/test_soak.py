@@ -248,7 +248,6 @@ SETTINGS = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_long_run_with_faults_leaks_nothing(
     setting: Setting, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import pytest
@@ -203,8 +205,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_template_that_misbehaves_harms_its_request_only(case: str) -> None:
+    # By a clock ten times as fast: nobody learns more by waiting out the whole limit.
     with pytest.raises(InvalidRequestError, match="the model's chat template failed"):
-        ChatTemplate(HOSTILE[case]).render(USER)
+        ChatTemplate(HOSTILE[case], clock=lambda: 10 * time.monotonic()).render(USER)
 
 
 @pytest.mark.parametrize("name", ["lipsum", "cycler", "joiner", "self", "request", "config"])
@@ -300,6 +303,7 @@ def tokenizer_called(name: str) -> ChatTokenizing:
     return _MADE[name]
 
 
+@cache
 def compiled(name: str) -> ChatTemplate:
     return ChatTemplate(TEMPLATES[name], bos_token="<s>", eos_token="</s>", now=lambda: datetime(2024, 7, 26))
 

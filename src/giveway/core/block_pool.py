@@ -6,9 +6,9 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
-from itertools import pairwise
+from itertools import compress, islice, pairwise
 from math import isfinite
-from operator import itemgetter
+from operator import itemgetter, le
 from typing import Generic, TypeVar
 
 from giveway.core.errors import InvariantError
@@ -67,6 +67,10 @@ class BlockPool(Generic[BlockId]):
     def references(self, block: BlockId) -> int:
         """Return how many tables and copies hold the block."""
         return self._references[block]
+
+    def owned_blocks(self) -> Iterator[int]:
+        """Yield the blocks with at least one reference, in order."""
+        return compress(range(self.size), self._references)
 
     def peek_free(self, start: int, count: int) -> Sequence[int]:
         """Return up to `count` free blocks in hand-out order, leaving out the first `start`."""
@@ -178,9 +182,9 @@ class BlockPool(Generic[BlockId]):
 
     def check(self) -> None:
         """Raise InvariantError unless every block is exactly one of free, idle, owned, and orders and counts agree."""
-        if any(a <= b for a, b in pairwise(self._free)):
+        if any(map(le, self._free, islice(self._free, 1, None))):
             raise InvariantError("the free list is not strictly descending: a block is in it twice or out of place")
-        owned = {block for block, count in enumerate(self._references) if count}
+        owned = set(self.owned_blocks())
         free, idle = set(self._free), set(self._idle)
         if len(free) + len(idle) + len(owned) != self.size or free | idle | owned != set(range(self.size)):
             raise InvariantError(
@@ -188,7 +192,7 @@ class BlockPool(Generic[BlockId]):
             )
         if not idle <= self._cached or free & self._cached:
             raise InvariantError("idle blocks must be findable, and free blocks must not be")
-        shared = sum(1 for count in self._references if count > 1)
+        shared = self.size - self._references.count(0) - self._references.count(1)
         if shared != self._num_shared:
             raise InvariantError(f"{shared} blocks are shared but {self._num_shared} are counted")
         self._idle.check(self._classes)

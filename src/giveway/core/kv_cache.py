@@ -348,7 +348,7 @@ class KVCache:
 
 
 def _compare(tier: str, pool: BlockPool[Any], held: Counter[int]) -> None:
-    for block in range(pool.size):
+    for block in held.keys() | set(pool.owned_blocks()):
         counted = pool.references(block)
         if counted != held[block]:
             raise InvariantError(f"{tier} block {block} counts {counted} references but {held[block]} hold it")

@@ -45,7 +45,7 @@ class Served:
     loop: asyncio.AbstractEventLoop
 
     def client(self, key: str = "alice") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=240)
 
     def call(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Run something in the server's event loop."""
