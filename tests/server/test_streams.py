@@ -24,7 +24,7 @@ def read_all(connection: socket.socket) -> bytes:
 def test_a_stream_whose_request_has_given_way_shows_signs_of_life_and_goes_on() -> None:
     with running(max_num_seqs=1, num_kv_blocks=300, step_s=0.002, limits={"keep_alive_s": 0.05}) as server:
         # Long enough that it is still under way when the urgent one comes, also on a busy machine.
-        body: dict[str, Any] = {"prompt": [1], "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {"prompt": [1], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
         expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
         background = open_request(server, {**body, "priority": 9, "stream": True})
         wait_until(lambda: RequestState.RUNNING in states(server), "it is not served")
