@@ -149,6 +149,27 @@ def test_a_wrong_message_is_a_400_that_names_its_place(dry: Running, messages: A
     still_works(dry)
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"functions": []}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+    ids=repr,
+)
+def test_a_wrong_field_of_a_chat_request_is_named_as_the_client_spelled_it(
+    dry: Running, change: dict[str, Any], param: str
+) -> None:
+    response = dry.post("/v1/chat/completions", {"messages": CHAT["messages"], **change})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
 def test_an_unknown_field_is_ignored_and_the_client_is_told(dry: Running) -> None:
     response = dry.post("/v1/completions", PLAIN | {"frobnicate": 1, "stream_opts": {}, "gr\u00fc\u00dfe\n": 2})
     assert response.status_code == 200

@@ -9,7 +9,7 @@ from typing import Any
 
 from giveway.core.config import clamp_class
 from giveway.core.errors import InvalidRequestError
-from giveway.core.sampling import SamplingParams, StructuredOutput
+from giveway.core.sampling import MAX_LOGPROBS, SamplingParams, StructuredOutput
 from giveway.engine.intake import Prompt
 from giveway.engine.response_format import parse_response_format
 from giveway.server.access import Caller
@@ -180,7 +180,11 @@ def chat_sampling(
     """
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens is not None and max_tokens < 1:
-        raise ApiError(400, f"max_completion_tokens is {max_tokens}; at least 1", param="max_completion_tokens")
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise ApiError(400, f"{field} is {max_tokens}; at least 1", param=field)
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        limit = f"it must be between 0 and {MAX_LOGPROBS}"
+        raise ApiError(400, f"top_logprobs is {body.top_logprobs}; {limit}", param="top_logprobs")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.functions is not None or body.function_call is not None:
