@@ -241,6 +241,9 @@ class GenerationDesk:
             raise bad_request(error, asked.form_field) from error
         except GiveWayError as error:
             raise ApiError(503, str(error), code="engine_stopped") from error
+        if self._taken_in is not None:
+            for submission in submissions:
+                self._taken_in(api_id, submission)
         names = [name for submission in submissions for name in submission.request_ids]
         class_name = self._classes.name_of(asked.priority)
         limit = self._limits.max_queued_of.get(class_name, self._limits.max_queued)
@@ -265,9 +268,6 @@ class GenerationDesk:
             if isinstance(error, GiveWayError):
                 raise ApiError(503, str(error), code="engine_stopped") from error
             raise
-        if self._taken_in is not None:
-            for submission in submissions:
-                self._taken_in(api_id, submission)
         # Whoever sends a batch waits for hours, which is what batches are for.
         time_limit_s = None if asked.is_batch else self._limits.request_timeout_s
         return Generation(api_id, asked, streams, news, time_limit_s)
