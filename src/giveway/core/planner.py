@@ -92,7 +92,8 @@ class _Walk:
         for request_id in self.state.held - self.state.forced.keys():
             request = self.state.requests[request_id]
             if request.state is RequestState.RUNNING:
-                self.room.force_out(request, PreemptionChoice.AUTO)
+                # All of it goes: leading blocks that it kept would stand in everybody's way for as long as it is held.
+                self.room.force_out(request, PreemptionChoice.RECOMPUTE)
                 self._defer(request, DeferralReason.HELD)
 
     def visit_all(self) -> None:

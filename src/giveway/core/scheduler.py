@@ -32,7 +32,7 @@ from giveway.core.limits import check_limits
 from giveway.core.plan import ScheduledChunk, StepOutcome, StepPlan
 from giveway.core.planner import plan_step
 from giveway.core.policy import aged_class, num_aging_spans, rank_of
-from giveway.core.request import FinishReason, Request, RequestSpec, RequestState
+from giveway.core.request import NEWCOMER_STATES, FinishReason, Request, RequestSpec, RequestState
 from giveway.core.state import SchedulerState
 from giveway.core.transitions import Transitions
 
@@ -99,6 +99,11 @@ class Scheduler:
             else:
                 self._state.held.discard(command.request_id)
         events += self._transitions.lose_overdue_copies(now_s)
+        for request_id in sorted(self._state.held & self._state.kv.kept.keys()):
+            # What it had kept when it gave way earlier: it may stand in everybody's way, and nobody might take it.
+            request = self._state.requests[request_id]
+            if request.state in NEWCOMER_STATES:
+                events.append(self._transitions.drop_all_kept(request, now_s))
         self._age(now_s)
         self._state.version += 1
         return events

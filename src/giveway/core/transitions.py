@@ -89,17 +89,21 @@ class Transitions:
         events: list[StepEvent] = []
         for request_id, kept in list(state.kv.kept.items()):
             place = next((place for place, block in enumerate(kept) if block in dirty), None)
-            if place is None:
-                continue
-            state.kv.give_up(request_id, place)
-            state.kv.drop_parked(request_id)
-            state.requests[request_id].preempt(num_kept_tokens=place * self._block_size)
-            events.append(
-                Preempted(
-                    request_id, now_s, None, PreemptionMode.RECOMPUTE, len(kept) - place, num_kept=place, is_again=True
-                )
-            )
+            if place is not None:
+                events.append(self._lose_kept_from(state.requests[request_id], place, now_s))
         return events
+
+    def drop_all_kept(self, request: Request, now_s: float) -> StepEvent:
+        """Let one that has given way lose all that it kept, and what of it is parked: it computes everything again."""
+        return self._lose_kept_from(request, 0, now_s)
+
+    def _lose_kept_from(self, request: Request, place: int, now_s: float) -> StepEvent:
+        kv, request_id = self._state.kv, request.request_id
+        num_lost = len(kv.kept[request_id]) - place
+        kv.give_up(request_id, place)
+        kv.drop_parked(request_id)
+        request.preempt(num_kept_tokens=place * self._block_size)
+        return Preempted(request_id, now_s, None, PreemptionMode.RECOMPUTE, num_lost, num_kept=place, is_again=True)
 
     # Parked KV
 
