@@ -89,7 +89,7 @@ class _Walk:
             if request is not None and request.state is RequestState.RUNNING:
                 self.room.force_out(request, choice)
                 self._defer(request, DeferralReason.FORCED_OUT)
-        for request_id in self.state.held - self.state.forced.keys():
+        for request_id in sorted(self.state.held - self.state.forced.keys()):  # a plan follows from the state alone
             request = self.state.requests[request_id]
             if request.state is RequestState.RUNNING:
                 # All of it goes: leading blocks that it kept would stand in everybody's way for as long as it is held.
