@@ -16,7 +16,7 @@ PACKAGE = SRC / "giveway"
 # Each file of the core imports only files to its left.
 # fmt: off
 CORE_ORDER = [
-    "ids", "errors", "sampling", "constraint", "config", "request", "commands", "limits",
+    "ids", "errors", "strict_json", "sampling", "constraint", "config", "request", "commands", "limits",
     "block_pool", "prefix_index", "kv_cache", "kv_draft",
     "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_learner", "budget",
     "cost_model", "state",

@@ -117,10 +117,11 @@ def build_server(built: BuiltEngine, options: ServerOptions, keyring: Keyring, *
     from giveway.engine.async_engine import AsyncEngine
     from giveway.engine.intake import Submission
     from giveway.server.admission import WaitingCounts
-    from giveway.server.api import CLIENT_CLOSED, Api
+    from giveway.server.api import Api
     from giveway.server.app import ROUTES, Parts, create_app
     from giveway.server.finished import FinishedRequest
     from giveway.server.generation import GenerationDesk
+    from giveway.server.http_errors import CLIENT_CLOSED
     from giveway.server.lifecycle import Lifecycle
     from giveway.server.logs import log_finished, log_prompt
     from giveway.server.metrics import ServerMetrics

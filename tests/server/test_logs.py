@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from giveway.core.errors import ConfigError
+from giveway.server.finished import FinishedRequest
 from giveway.server.logs import (
     MAX_ITEMS,
     MAX_MESSAGE_CHARACTERS,
@@ -43,29 +44,27 @@ HOSTILE = [
 ]
 
 
-@dataclass(frozen=True)
-class End:
-    """The end of a request, as the server tells it."""
-
-    api_id: str = "chatcmpl-1"
-    alias: str | None = None
-    key_name: str = "anybody"
-    endpoint: str = "/v1/chat/completions"
-    priority: int = 20
-    is_stream: bool = True
-    is_batch: bool = False
-    status: int = 200
-    duration_s: float = 1.23456789
-    num_choices: int = 1
-    num_prompt_tokens: int = 7
-    num_output_tokens: int = 5
-    num_cached_tokens: int = 4
-    num_recomputed_tokens: int = 3
-    swapped_bytes: int = 4096
-    preemptions: Mapping[str, int] = field(default_factory=lambda: {"swap": 2})
-    finish_reasons: Mapping[str, int] = field(default_factory=lambda: {"stop": 1})
-    queue_s: float | None = 0.25
-    ttft_s: float | None = None
+END = FinishedRequest(
+    api_id="chatcmpl-1",
+    alias=None,
+    key_name="anybody",
+    endpoint="/v1/chat/completions",
+    priority=20,
+    is_stream=True,
+    is_batch=False,
+    status=200,
+    duration_s=1.23456789,
+    num_choices=1,
+    num_prompt_tokens=7,
+    num_output_tokens=5,
+    num_cached_tokens=4,
+    num_recomputed_tokens=3,
+    swapped_bytes=4096,
+    preemptions={"swap": 2},
+    finish_reasons={"stop": 1},
+    queue_s=0.25,
+    ttft_s=None,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +216,7 @@ def test_a_traceback_forges_no_line_and_has_an_end(depth: int) -> None:
 def test_an_ended_request_is_one_line_with_its_numbers() -> None:
     stream = io.StringIO()
     configure_logging("json", stream=stream)
-    log_finished(End(), model="smol", class_name="flex", tier="flex")
+    log_finished(END, model="smol", class_name="flex", tier="flex")
     line = json.loads(stream.getvalue())
     del line["ts"]
     assert line == {
@@ -255,7 +254,7 @@ def test_a_name_that_a_client_chose_cannot_forge_the_end_of_another_request(text
     for log_format in ("json", "text"):
         stream = io.StringIO()
         configure_logging(log_format, stream=stream)
-        log_finished(End(alias=text, status=499), model="smol", class_name="flex")
+        log_finished(replace(END, alias=text, status=499), model="smol", class_name="flex")
         (line,) = stream.getvalue().splitlines()
         assert "forged status" not in line or log_format == "json" or 'alias="' in line
         if log_format == "json":
@@ -294,7 +293,7 @@ def test_configuring_twice_leaves_one_handler() -> None:
 def test_records_below_the_level_are_not_written() -> None:
     stream = io.StringIO()
     configure_logging("text", "warning", stream)
-    log_finished(End(), model="smol", class_name="flex")
+    log_finished(END, model="smol", class_name="flex")
     assert not stream.getvalue()
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from hashlib import blake2b
 from itertools import count
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import SamplingParams
+from giveway.core.strict_json import parse_json
 from giveway.engine.response_format import parse_response_format
 
 # Log-probabilities are not written, so nobody may ask for them in vain. The form of a text is asked for as in the
@@ -67,7 +67,7 @@ def read_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
 def parse_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in a line. Raises InvalidRequestError."""
     try:
-        value = json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        value = parse_json(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"the line is not UTF-8 (byte {error.start})") from error
     except RecursionError as error:
@@ -77,10 +77,6 @@ def parse_object(content: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"the line holds {_shorten(value)}; an object with prompt or messages is needed")
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
 
 
 def custom_id_of(values: Mapping[str, Any]) -> str | int | None:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from giveway.core.errors import InvalidRequestError
 from giveway.core.ids import TokenId
+from giveway.core.strict_json import parse_json
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -198,7 +199,7 @@ def _schema_text(schema: object) -> str:
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
         _text(name, text, MAX_GRAMMAR_BYTES)  # before it is read: nobody reads what is too long
-        parsed = json.loads(text, parse_constant=_refuse_constant)
+        parsed = parse_json(text)
     except RecursionError as error:
         raise InvalidRequestError(f"{name} is nested too deeply") from error
     except (TypeError, ValueError) as error:
@@ -208,10 +209,6 @@ def _schema_text(schema: object) -> str:
     if not isinstance(parsed, dict):
         raise InvalidRequestError(f"{name} must be a JSON object, not {type(parsed).__name__}")
     return text
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _choices(values: object) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 from giveway.core.errors import GiveWayError, InvalidRequestError, InvariantError, KVCacheFullError
@@ -211,18 +212,11 @@ class AsyncEngine:
         cache_salt: str | None = None,
     ) -> RequestOutput:
         """Return the result of one request, with all its `choices`. Cancelling the awaiting task aborts it."""
-        self._check_running()
-        submission = self.engine.prepare(
-            prompt, sampling, priority=priority, request_id=request_id, cache_salt=cache_salt
-        )
-        stream = self.open(submission)
-        try:
-            while not stream.has_ended:
-                for update in await stream.next():
-                    if update.whole is not None:
-                        return update.whole
-        finally:
-            stream.close()
+        updates = self.generate(prompt, sampling, priority=priority, request_id=request_id, cache_salt=cache_salt)
+        async with aclosing(updates):  # type: ignore[type-var]  # an async generator has aclose
+            async for update in updates:
+                if update.whole is not None:
+                    return update.whole
         raise InvariantError("a request ended without a result")
 
     # The loop, seen from outside

@@ -24,6 +24,21 @@ MAX_CACHE_SALT_CHARS = 256
 _LONG_PROMPT_CHARACTERS = 1 << 16
 
 
+def check_text_length(num_characters: int, tokenizer: Tokenizing, max_tokens_in_all: int) -> None:
+    """Refuse a text that cannot fit whatever its tokens are: finding them would take seconds.
+
+    Raises RequestTooLargeError.
+    """
+    if num_characters < _LONG_PROMPT_CHARACTERS:
+        return
+    least = num_characters // tokenizer.longest_token_bytes
+    if least >= max_tokens_in_all:
+        raise RequestTooLargeError(
+            f"the request can never fit: its text of {num_characters} characters has at least {least} tokens, and "
+            f"prompt and output together may have {max_tokens_in_all}."
+        )
+
+
 def branch_id(request_id: RequestId, index: int) -> RequestId:
     """Name of one of several answers to a prompt: choice 0 bears the request's own name, choice 2 of `a` is `a/2`."""
     return request_id if index == 0 else RequestId(f"{request_id}/{index}")
@@ -122,24 +137,13 @@ class Intake:
 
     def _tokens(self, request_id: RequestId, prompt: Prompt) -> tuple[TokenId, ...]:
         if isinstance(prompt, str):
-            self._check_length(request_id, prompt)
+            check_text_length(len(prompt), self._tokenizer, self._max_tokens_in_all)
             token_ids = tuple(self._tokenizer.encode(prompt))
         else:
             token_ids = self._checked_ids(request_id, prompt)
         if not token_ids:
             raise InvalidRequestError(f"request {request_id!r} has an empty prompt; at least 1 token is needed")
         return token_ids
-
-    def _check_length(self, request_id: RequestId, prompt: str) -> None:
-        """Refuse a text that cannot fit whatever its tokens are: finding them would take seconds."""
-        if len(prompt) < _LONG_PROMPT_CHARACTERS:
-            return
-        least = len(prompt) // self._tokenizer.longest_token_bytes
-        if least >= self._max_tokens_in_all:
-            raise RequestTooLargeError(
-                f"request {request_id!r} can never fit: its prompt of {len(prompt)} characters has at least {least} "
-                f"tokens, and prompt and output together may have {self._max_tokens_in_all}."
-            )
 
     def _checked_ids(self, request_id: RequestId, prompt: object) -> tuple[TokenId, ...]:
         """Return ids given by a caller as plain integers; those of numpy are as good."""

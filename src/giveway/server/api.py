@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse, Response
 
 from giveway.core.errors import InvalidRequestError
 from giveway.core.sampling import StructuredOutput
-from giveway.engine.intake import Prompt
+from giveway.engine.intake import Prompt, check_text_length
 from giveway.engine.tool_calls import ToolFormat, check_tools, constraint_for_tools
 from giveway.server.access import Caller
 from giveway.server.answers import TokenTexts, usage_of
 from giveway.server.classes import PriorityClasses
 from giveway.server.generation import Asked, ClientGoneError, Generation, GenerationDesk, Piece, bad_request
-from giveway.server.http_errors import ApiError
+from giveway.server.http_errors import CLIENT_CLOSED, ApiError
 from giveway.server.openai_types import (
     ChatBody,
     CompletionBody,
@@ -46,7 +46,6 @@ from giveway.server.wishes import (
 )
 
 MAX_DETOKENIZED = 1 << 17  # ids in one request
-CLIENT_CLOSED = 499  # what nginx logs for it; nobody sees this answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class _ChatOrder(_Order):
         return ChatShape(
             self.heading(api, generation),
             api.texts,
-            num_choices=generation.num_choices,
+            num_choices=self.asked.num_answers,
             has_logprobs=self.asked.sampling.logprobs is not None,
             tool_format=self.tool_format,
             scores_prompt=self.asked.sampling.prompt_logprobs is not None,
@@ -140,11 +139,11 @@ class Api:
 
     async def run_chat(self, body: ChatBody, caller: Caller, *, priority: int) -> dict[str, Any]:
         """Answer a line of a batch. Raises ApiError."""
-        return await self._complete(self._chat_order(body, caller, priority=priority, is_batch=True))
+        return await self._complete(self._chat_order(body, caller, priority=priority))
 
     async def run_completion(self, body: CompletionBody, caller: Caller, *, priority: int) -> dict[str, Any]:
         """Answer a line of a batch. Raises ApiError."""
-        return await self._complete(self._completion_order(body, caller, priority=priority, is_batch=True))
+        return await self._complete(self._completion_order(body, caller, priority=priority))
 
     def _chat_order(
         self,
@@ -153,7 +152,6 @@ class Api:
         *,
         alias: str | None = None,
         priority: int | None = None,
-        is_batch: bool = False,
     ) -> _ChatOrder:
         self._check_model(body.model)
         messages = messages_of(body.messages)
@@ -171,7 +169,7 @@ class Api:
             alias=alias,
             cache_salt=body.cache_salt,
             is_stream=bool(body.stream),
-            is_batch=is_batch,
+            is_batch=priority is not None,
             form_field=_form_field(body) if structured is None else "tools",
         )
         return _ChatOrder(asked, body.stream_options, tool_format)
@@ -186,7 +184,8 @@ class Api:
         if has_tools:
             further["tools"] = body.tools
         if not isinstance(body, TokenizeBody):
-            self.model.check_length(sum(len(message["content"]) for message in messages))
+            num_characters = sum(len(message["content"]) for message in messages)
+            check_text_length(num_characters, self.model.tokenizer, self.model.max_model_len)
         add_generation_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
         return self.model.encode_chat(messages, add_generation_prompt=add_generation_prompt, **further)
 
@@ -235,7 +234,6 @@ class Api:
         *,
         alias: str | None = None,
         priority: int | None = None,
-        is_batch: bool = False,
     ) -> _CompletionOrder:
         self._check_model(body.model)
         prompts = prompts_of(body, self._limits.max_prompts)
@@ -250,7 +248,7 @@ class Api:
             alias=alias,
             cache_salt=body.cache_salt,
             is_stream=bool(body.stream),
-            is_batch=is_batch,
+            is_batch=priority is not None,
             form_field=_form_field(body),
         )
         return _CompletionOrder(

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from giveway.server.access import Caller
-from giveway.server.http_errors import ApiError, error_body
+from giveway.server.http_errors import CLIENT_CLOSED, ApiError, error_body
 
 logger = logging.getLogger("giveway.server")
 
@@ -102,7 +102,7 @@ class Edge:
         finally:
             self._num_open -= 1
             if self._seen is not None:
-                self._seen(route_of(scope), status or 499)
+                self._seen(route_of(scope), status or CLIENT_CLOSED)
 
     def _check_sender(self, headers: Headers) -> None:
         """Keep web pages of strangers out: those that name another host, and those that come from another origin."""

@@ -54,7 +54,7 @@ class FinishedRequest:
             is_batch=asked.is_batch,
             status=status,
             duration_s=duration_s,
-            num_choices=generation.num_choices,
+            num_choices=asked.num_answers,
             num_prompt_tokens=sum(len(each.branches[0].prompt_token_ids) for each in generation.submissions),
             num_output_tokens=generation.num_output_tokens,
             num_cached_tokens=sum(each.num_cached_tokens for each in stats),

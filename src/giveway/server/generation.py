@@ -20,7 +20,7 @@ from giveway.server.access import Caller
 from giveway.server.admission import ConcurrencyCounts, WaitingCounts
 from giveway.server.classes import PriorityClasses
 from giveway.server.finished import FinishedRequest
-from giveway.server.http_errors import ApiError
+from giveway.server.http_errors import CLIENT_CLOSED, ApiError
 from giveway.server.request_book import RequestBook
 from giveway.server.settings import ServerLimits
 
@@ -87,11 +87,6 @@ class Generation:
         self._num_ended = 0
 
     @property
-    def num_choices(self) -> int:
-        """Answers over all prompts."""
-        return len(self.streams) * self.asked.sampling.n
-
-    @property
     def has_ended(self) -> bool:
         """Whether every answer is complete."""
         return self._num_ended == len(self.streams)
@@ -151,7 +146,7 @@ class Generation:
         """Return all answers, by index. Raises as `next` does."""
         while not self.has_ended:
             await self.next()
-        return [self.results[index] for index in range(self.num_choices)]
+        return [self.results[index] for index in range(self.asked.num_answers)]
 
     def close(self) -> None:
         """Abort whatever has not ended."""
@@ -221,7 +216,7 @@ class GenerationDesk:
             status = error.status
             raise
         except (ClientGoneError, asyncio.CancelledError, GeneratorExit):
-            status = 499
+            status = CLIENT_CLOSED
             raise
         except BaseException:
             status = 500

@@ -8,6 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+CLIENT_CLOSED = 499  # what nginx logs for a client that went away; nobody sees this answer
+
 # What the type of an error is called, by status.
 _TYPES = {
     400: "invalid_request_error",

@@ -12,10 +12,12 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from giveway.core.errors import ConfigError
+from giveway.server.finished import FinishedRequest
+from giveway.server.http_errors import CLIENT_CLOSED
 
 MAX_MESSAGE_CHARACTERS = 8192
 MAX_VALUE_CHARACTERS = 1024
@@ -25,91 +27,10 @@ MAX_ITEMS = 64  # of a list or an object among the fields
 
 _FINISHED = logging.getLogger("giveway.server.request")
 _PROMPT = logging.getLogger("giveway.server.prompt")
-_CLIENT_GONE = 499
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 
-class Ending(Protocol):
-    """The end of an API request, as far as its line needs it."""
-
-    @property
-    def api_id(self) -> str:
-        """Its id."""
-
-    @property
-    def alias(self) -> str | None:
-        """A further name, which is the client's."""
-
-    @property
-    def key_name(self) -> str:
-        """Name of the holder of its key; never the key."""
-
-    @property
-    def endpoint(self) -> str:
-        """Where it came in."""
-
-    @property
-    def priority(self) -> int:
-        """Its class, as a number."""
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether it was answered piece by piece."""
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether it belongs to a batch."""
-
-    @property
-    def status(self) -> int:
-        """Status of HTTP; 499: the client went away."""
-
-    @property
-    def duration_s(self) -> float:
-        """From its arrival to its end (s)."""
-
-    @property
-    def num_choices(self) -> int:
-        """Answers over all prompts."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each once."""
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of all answers."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache."""
-
-    @property
-    def num_recomputed_tokens(self) -> int:
-        """Tokens computed again after a preemption."""
-
-    @property
-    def swapped_bytes(self) -> int:
-        """Bytes of KV copied either way."""
-
-    @property
-    def preemptions(self) -> Mapping[str, int]:
-        """Times it gave way, by mode."""
-
-    @property
-    def finish_reasons(self) -> Mapping[str, int]:
-        """Answers by the reason of their end."""
-
-    @property
-    def queue_s(self) -> float | None:
-        """Arrival to first seat. None: it got none."""
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Arrival to first token. None: there was none."""
-
-
-def log_finished(ending: Ending, *, model: str, class_name: str, tier: str | None = None) -> None:
+def log_finished(ending: FinishedRequest, *, model: str, class_name: str, tier: str | None = None) -> None:
     """Write the one line of an API request that has ended. tier: the `service_tier` it was served under."""
     fields: dict[str, Any] = {
         "id": ending.api_id,
@@ -123,7 +44,7 @@ def log_finished(ending: Ending, *, model: str, class_name: str, tier: str | Non
         "stream": ending.is_stream,
         "batch": ending.is_batch,
         "status": ending.status,
-        "client_gone": ending.status == _CLIENT_GONE,
+        "client_gone": ending.status == CLIENT_CLOSED,
         "choices": ending.num_choices,
         "prompt_tokens": ending.num_prompt_tokens,
         "output_tokens": ending.num_output_tokens,

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from giveway.core.errors import RequestTooLargeError
 from giveway.core.ids import TokenId
 from giveway.core.tokenizing import Tokenizing
 from giveway.engine.tool_calls import ToolFormat
-
-_LONG_TEXT_CHARACTERS = 1 << 16
 
 
 class ChatEncoding(Protocol):
@@ -41,16 +38,6 @@ class ServedModel:
     def name(self) -> str:
         """The name in answers."""
         return self.names[0]
-
-    def check_length(self, num_characters: int) -> None:
-        """Raise RequestTooLargeError for a text that cannot fit whatever its tokens are: finding them takes seconds."""
-        if num_characters >= _LONG_TEXT_CHARACTERS:
-            least = num_characters // self.tokenizer.longest_token_bytes
-            if least >= self.max_model_len:
-                raise RequestTooLargeError(
-                    f"messages of {num_characters} characters have at least {least} tokens, and prompt and output "
-                    f"together may have {self.max_model_len}"
-                )
 
     @property
     def fingerprint(self) -> str:

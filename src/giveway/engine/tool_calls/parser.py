@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
+from giveway.core.strict_json import parse_json
 from giveway.engine.tool_calls.formats import ToolFormat
 
 
@@ -190,7 +191,7 @@ def _length_of_beginning(text: str, marker: str) -> int:
 def _calls_in(value: str, new_id: Callable[[], str]) -> list[ToolCall] | None:
     """Read a call, or a list of at least one; None: it is something else."""
     try:
-        read: Any = json.loads(value, parse_constant=_refuse_constant)
+        read: Any = parse_json(value)
         objects = read if isinstance(read, list) else [read]
         named = [_name_and_arguments(each) for each in objects]
     except (ValueError, RecursionError):
@@ -204,11 +205,7 @@ def _name_and_arguments(call: Any) -> tuple[str, str]:
         raise ValueError("a call is an object")  # noqa: TRY004  # one error for all that is no call
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):  # some models write it as a text that holds JSON
-        arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        arguments = parse_json(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | None):
         raise ValueError("a call has a name and an object of arguments")
     return name, json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
+from giveway.core.strict_json import parse_json
 from giveway.server.batch_jobs.limits import BatchLimits
 from giveway.server.batch_jobs.records import BatchLine, BatchRecord, InputProblem, LinePosition
 
@@ -131,7 +131,7 @@ def _check_line(raw: _RawLine, endpoint: str, limits: BatchLimits, found: Checke
 
 def _parse(content: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        value = parse_json(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _BadLineError("invalid_json_line", f"the line is not UTF-8 (byte {error.start} of it)") from error
     except RecursionError as error:
@@ -141,10 +141,6 @@ def _parse(content: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _BadLineError("invalid_json_line", f"the line holds {_shorten(value)}; an object is needed")
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _custom_id(values: dict[str, Any]) -> str:
