@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from giveway.bench.exact import bench_exact
+from giveway.bench.loop import bench_loop
 from giveway.bench.measure import sample
 from giveway.bench.scheduler import bench_scheduler
 from giveway.bench.swap import bench_swap
@@ -41,7 +42,16 @@ def test_start_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixtu
     content = json.loads(target.read_text())
     assert content["machine"]["cores"] >= 1
     assert content["rows"][0]["start_to_first_token_s"] > 0
+    assert content["rows"][0]["start_to_serving_s"] > 0
     assert "start_to_first_token_s" in capsys.readouterr().out
+
+
+def test_lateness_of_the_event_loop_is_measured_with_an_idle_and_with_a_busy_engine() -> None:
+    idle, busy = bench_loop(EngineOptions(model="tiny", device="cpu", num_kv_blocks=256), num_timers=100).rows
+    assert (idle["engine"], busy["engine"]) == ("idle", "busy")
+    for row in (idle, busy):
+        assert row["late_p50_ms"] <= row["late_p90_ms"] <= row["late_p99_ms"] <= row["late_max_ms"]
+    assert busy["step_ms"] > 0
 
 
 def test_the_cost_of_scheduling_has_a_row_for_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

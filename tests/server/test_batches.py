@@ -13,6 +13,7 @@ import pytest
 from giveway.core.events import Finished
 from giveway.core.request import RequestState
 from giveway.server.access import Caller
+from giveway.server.app import ROUTES
 from tests.server.batch_jobs.sample_lines import jsonl, lines_of
 from tests.server.batch_jobs.serving import content_of, until_ended
 from tests.server.running import Running, running, wait_until
@@ -76,6 +77,12 @@ def test_the_answers_of_a_batch_are_those_of_single_requests_and_wrong_lines_har
         assert [each["response"]["status_code"] for each in refused] == [status for _, status in WRONG]
         assert all(each["response"]["body"]["error"]["message"] for each in refused)
         assert batch.usage.output_tokens == sum(single.usage.completion_tokens for single in alone)
+
+
+def test_metrics_know_every_route_of_the_whole_server(tiny_jobs: Running) -> None:
+    # Goal: a route that is new, or renamed, must not count as `other` in silence.
+    described = set(tiny_jobs.get("/openapi.json").json()["paths"])
+    assert described == {route.replace(":path", "") for route in ROUTES}
 
 
 def test_the_asynchronous_client_does_the_same_with_completions(tiny_jobs: Running) -> None:

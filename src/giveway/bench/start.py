@@ -49,6 +49,7 @@ print(json.dumps({"peak_bytes": peak - before}), flush=True)
 def bench_start(options: EngineOptions, *, num_rounds: int = 5) -> Report:
     """Measure model, backend and dtype of `options` on the CPU.
 
+    start_to_serving_s: from the start of `giveway serve` to the first line that it prints, when it takes requests.
     start_to_first_token_s: from the start of the child to the line that it prints once the first token is there.
     loading_peak_mib: the most anonymous memory (not file-backed) that the process held while loading, above what it
     held before, sampled every 4 ms. weights_mib: the parameters as the backend keeps them.
@@ -67,6 +68,7 @@ def bench_start(options: EngineOptions, *, num_rounds: int = 5) -> Report:
         if not line:
             raise GiveWayError(f"the measured process ended with code {child.returncode}; its message is above")
         peaks.append(json.loads(line)["peak_bytes"] / 2**20)
+    serving = sample([_start_to_serving_s(arguments) for _ in range(num_rounds)])
     start, weights_mib = sample(times), facts["weights_bytes"] / 2**20
     settings = {
         "model": facts["model"],
@@ -79,8 +81,26 @@ def bench_start(options: EngineOptions, *, num_rounds: int = 5) -> Report:
         "start_to_first_token_s": start.median,
         "low_s": start.low,
         "high_s": start.high,
+        "start_to_serving_s": serving.median,
+        "serving_low_s": serving.low,
+        "serving_high_s": serving.high,
         "weights_mib": weights_mib,
         "loading_peak_mib": sample(peaks).median,
         "peak_over_weights": sample(peaks).median / weights_mib,
     }
     return Report("Process start to first token", settings, [row])
+
+
+def _start_to_serving_s(arguments: list[str]) -> float:
+    model, backend, dtype = arguments
+    command = [sys.executable, "-m", "giveway", "serve", "--port", "0", "--no-batch-api", "--device", "cpu"]
+    command += ["--backend", backend, "--dtype", dtype, *(["--model", model] if model else [])]
+    started_s = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        seconds = time.perf_counter() - started_s
+        server.terminate()
+    if not line:
+        raise GiveWayError(f"`giveway serve` ended with code {server.returncode} before it served")
+    return seconds

@@ -54,6 +54,16 @@ def start(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     _show(bench_start(options, num_rounds=2 if quick else 5), json_file)
 
 
+@command.command("loop")
+@_takes_report_options
+@takes_engine_options(only=("model", "device", "backend", "dtype", "num_threads"))
+def loop(options: EngineOptions, quick: bool, json_file: str | None) -> None:
+    """How late the event loop of a server is while the engine computes beside it."""
+    from giveway.bench.loop import bench_loop
+
+    _show(bench_loop(options, num_timers=300 if quick else 1500), json_file)
+
+
 @command.command("scheduler")
 @_takes_report_options
 @takes_engine_options(only=())

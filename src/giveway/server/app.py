@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from giveway.server.generation import GenerationDesk
 from giveway.server.http_errors import ApiError, answer_api_error, error_body
 from giveway.server.metric_families import Rejection
 from giveway.server.metrics import ServerMetrics
-from giveway.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from giveway.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, wrong_shape
 from giveway.server.request_book import RequestBook
 from giveway.server.settings import ServerLimits
 
@@ -281,23 +280,9 @@ async def _answer_wrong_body(request: Request, error: Exception) -> JSONResponse
     first = found[0]
     if first["type"] == "json_invalid":
         return JSONResponse(error_body(400, f"the body is not JSON: {first['ctx']['error']}"), 400)
-    param = _place_of(first)
-    if param is None and "json" not in request.headers.get("content-type", ""):
+    if len(first["loc"]) < 2 and "json" not in request.headers.get("content-type", ""):
         return JSONResponse(error_body(415, "send the body as JSON, with Content-Type: application/json"), 415)
-    # A field that may be of several types has a complaint for each of them.
-    complaints = dict.fromkeys(str(each["msg"]) for each in found if _place_of(each) == param)
-    message = "; or: ".join(complaints)
-    return JSONResponse(error_body(400, f"{param}: {message}" if param else f"the body: {message}", param=param), 400)
-
-
-_TYPE_TAG = re.compile(r"(str|int|float|bool|list\[.*\]|[A-Z]\w*)")  # how pydantic names the choices of a union
-
-
-def _place_of(complaint: Mapping[str, Any]) -> str | None:
-    """Return the field that a complaint is about, such as `messages.0.role`; None: the body as a whole."""
-    _, *place = complaint["loc"] or ("",)
-    fields = [str(part) for part in place if isinstance(part, int) or not _TYPE_TAG.fullmatch(part)]
-    return ".".join(fields) or None
+    return JSONResponse(wrong_shape(found, num_skipped=1).body(), 400)
 
 
 _CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "body_timeout", 413: "body_too_large"}

@@ -12,7 +12,7 @@ from giveway.server.access import Keyring
 from giveway.server.api import Api
 from giveway.server.batch_jobs.records import BatchLine, LineAnswer
 from giveway.server.http_errors import ApiError
-from giveway.server.openai_types import ChatBody, CompletionBody
+from giveway.server.openai_types import ChatBody, CompletionBody, wrong_shape
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -54,6 +54,4 @@ def _parsed(kind: type[_Body], body: Mapping[str, Any]) -> _Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{param}: {first['msg']}", param=param) from error
+        raise wrong_shape(error.errors(include_url=False, include_input=False)) from error

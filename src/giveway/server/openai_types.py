@@ -6,9 +6,13 @@ are checked where the values are used.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from giveway.server.http_errors import ApiError
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenIds = list[int]
@@ -184,3 +188,23 @@ def unknown_fields(body: BaseModel, where: str = "") -> list[str]:
                 place = f"{name}.{number}" if isinstance(value, list) else name
                 found += unknown_fields(part, f"{where}{place}.")
     return found
+
+
+_TYPE_TAG = re.compile(r"(str|int|float|bool|list\[.*\]|[A-Z]\w*)")  # how pydantic names the choices of a union
+
+
+def wrong_shape(found: Sequence[Mapping[str, Any]], *, num_skipped: int = 0) -> ApiError:
+    """Return the answer to a body of a wrong shape: the place, and what was expected there, not what stood there.
+
+    found: what pydantic says, at least one complaint. num_skipped: leading parts of a place that are not the body's.
+    """
+
+    def place_of(complaint: Mapping[str, Any]) -> str | None:
+        parts = complaint["loc"][num_skipped:]
+        fields = [str(part) for part in parts if isinstance(part, int) or not _TYPE_TAG.fullmatch(part)]
+        return ".".join(fields) or None
+
+    param = place_of(found[0])
+    # A field that may be of several types has a complaint for each of them.
+    complaints = dict.fromkeys(str(each["msg"]) for each in found if place_of(each) == param)
+    return ApiError(400, f"{param or 'the body'}: {'; or: '.join(complaints)}", param=param)
