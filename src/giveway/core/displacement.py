@@ -108,10 +108,10 @@ class Displacement:
             return DeferralReason.COPY_IN_FLIGHT
         return None
 
-    def force_out(self, victim: Request, wanted: PreemptionChoice) -> None:
-        """Take everything from a resident that was told to give way; a swap need not copy what others hold too."""
-        is_dropped = wanted is PreemptionChoice.RECOMPUTE
-        num_kept = 0 if is_dropped else self._least_kept(victim, self._table_of(victim))
+    def force_out(self, victim: Request, wanted: PreemptionChoice, *, keeps_shared: bool) -> None:
+        """Take everything from a resident that must leave; a swap need not copy what others hold too."""
+        is_whole = wanted is PreemptionChoice.RECOMPUTE or not keeps_shared
+        num_kept = 0 if is_whole else self._least_kept(victim, self._table_of(victim))
         self._give(victim, num_kept, beneficiary=None, wanted=wanted)
 
     # Who

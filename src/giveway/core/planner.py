@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from giveway.core.budget import allowance_s, prefill_tokens, tokens_within
-from giveway.core.config import PreemptionChoice, SchedulingPolicy, blocks_for
+from giveway.core.config import SchedulingPolicy, blocks_for
 from giveway.core.cost_profile import ForwardWork
 from giveway.core.displacement import Displacement
 from giveway.core.errors import KVCacheFullError
@@ -84,17 +84,16 @@ class _Walk:
 
     def force_out(self) -> None:
         """Preempt those who were told to give way or are held; whoever is not running is left alone."""
-        for request_id, choice in self.state.forced.items():
-            request = self.state.requests.get(request_id)
+        state, held = self.state, self.state.held
+        # Sorted, because a plan follows from the state alone.
+        wanted = dict.fromkeys(sorted(held), self.config.preemption_mode) | state.forced
+        for request_id, choice in wanted.items():
+            request = state.requests.get(request_id)
             if request is not None and request.state is RequestState.RUNNING:
-                self.room.force_out(request, choice)
-                self._defer(request, DeferralReason.FORCED_OUT)
-        for request_id in sorted(self.state.held - self.state.forced.keys()):  # a plan follows from the state alone
-            request = self.state.requests[request_id]
-            if request.state is RequestState.RUNNING:
-                # All of it goes: leading blocks that it kept would stand in everybody's way for as long as it is held.
-                self.room.force_out(request, PreemptionChoice.RECOMPUTE)
-                self._defer(request, DeferralReason.HELD)
+                # Leading blocks that a held one kept would stand in everybody's way for as long as it is held.
+                self.room.force_out(request, choice, keeps_shared=request_id not in held)
+                is_told = request_id in state.forced
+                self._defer(request, DeferralReason.FORCED_OUT if is_told else DeferralReason.HELD)
 
     def visit_all(self) -> None:
         """Visit residents and newcomers in rank order."""

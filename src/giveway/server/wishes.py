@@ -70,9 +70,9 @@ def _class_of_tier(tier: str, caller: Caller, classes: PriorityClasses, default_
 
 
 def tier_served(priority: int, classes: PriorityClasses) -> str:
-    """Return the name of the class that serves a request; OpenAI knows no tier behind flex, so batch is called that."""
-    name = classes.name_of(priority)
-    return "flex" if name == "batch" else name
+    """Return the name of the class that serves a request; OpenAI knows none behind flex: they are called that."""
+    flex = classes.start_of("flex")
+    return "flex" if flex is not None and priority >= flex else classes.name_of(priority)
 
 
 # Sampling
