@@ -187,7 +187,8 @@ class _Afterwards:
         self._prefilling = {chunk.request_id for chunk in plan.chunks}
         gone = {preemption.victim for preemption in plan.preemptions}
         self._tables = {name: table for name, table in state.kv.tables.items() if name not in gone}
-        self._tables.update((growth.request_id, growth.table) for growth in plan.growths)
+        self._growths = {growth.request_id: growth.table for growth in plan.growths}
+        self._tables.update(self._growths)
         self._kept = {name: table for name, table in state.kv.kept.items() if name not in gone}
         self._given = set[DeviceBlockId]()  # what is left of it is for those who are visited first in the next step
         for preemption in plan.preemptions:
@@ -214,11 +215,15 @@ class _Afterwards:
         ]
 
     def _fits_but_for_headroom(self, deferral: Deferral) -> bool:
-        """Whether a newcomer waits although its blocks are free: for the growth of others, and nobody may take them."""
+        """Whether a newcomer waits although its blocks are free: for the growth of others, and nobody may take them.
+
+        Only residents ranked below it may, for their own growth in this plan: they were visited after it.
+        """
         request = self._requests[deferral.request_id]
         if deferral.reason is not DeferralReason.NO_DEVICE_BLOCKS or request.state is RequestState.RUNNING:
             return False
         held = {block for table in (*self._tables.values(), *self._kept.values()) for block in table} | self._pinned
+        held -= {table[-1] for name, table in self._growths.items() if self._requests[name].rank > request.rank}
         slots = min(request.num_known_tokens + 1, request.spec.max_slots)
         kept = set(self._kept.get(request.request_id, ()))
         found = held & set(self._kv.find_prefix(request.request_id, request.num_known_tokens))  # held by others already

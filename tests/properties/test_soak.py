@@ -45,7 +45,6 @@ class Setting:
     has_disk: bool = False
     disk_price: float = 1.0  # times what the shipped profile says
     aging_s: float | None = None
-    has_holds: bool = False  # readers too slow for a while
     share_of_groups: float = 0.0  # of arrivals that ask for several answers
     salts: tuple[bytes, ...] = (b"",)
 
@@ -137,7 +136,7 @@ class Soak:
             world.give_way(rng.choice(unfinished), rng.choice(list(PreemptionChoice)))
         if unfinished and rng.random() < 0.02:
             world.abort(rng.choice(unfinished))
-        if self.setting.has_holds and unfinished and rng.random() < 0.03:
+        if unfinished and rng.random() < 0.03:
             world.hold(rng.choice(unfinished))
         for name in sorted(world.scheduler.state.held):
             if rng.random() < 0.1:
@@ -214,7 +213,6 @@ SETTINGS = {
         block_size=1,
         seats=3,
         budget=3,
-        has_holds=True,
         overlapped=False,
         prefix_caching=False,
         host_blocks=2,
@@ -261,7 +259,7 @@ def test_a_long_run_with_faults_leaks_nothing(
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_short_run_with_faults_leaks_nothing(setting: Setting, tmp_path: Path) -> None:
-    check_soak(replace(setting, seed=setting.seed + 100, num_steps=400, has_holds=True), tmp_path)
+    check_soak(replace(setting, seed=setting.seed + 100, num_steps=400), tmp_path)
 
 
 def check_soak(setting: Setting, directory: Path) -> None:

@@ -226,3 +226,21 @@ def test_a_name_taken_again_during_the_copy_of_its_first_owner_is_not_mixed_up()
     world.run_until_idle()
     assert len(world.tokens[world.specs[next(iter(world.specs))].request_id]) == 4
     assert world.num_host_blocks_owned == 0
+
+
+def test_no_token_is_set_aside_for_a_resident_whose_copy_back_is_still_under_way() -> None:
+    # Goal: what a prefill leaves for the decodes of its class cannot go to one that is not there yet, and so to a
+    # prefill of a less urgent class.
+    world = World(device_blocks=20, host_blocks=8, budget=9, copies=only(IN, CopyFate(6)))
+    world.make_resident("long", priority=5, prompt_tokens=44, max_tokens=2, computed=9)
+    world.make_resident("returning", priority=5, prompt_tokens=3, max_tokens=8)
+    world.give_way("returning", SWAP)
+    world.step()
+    while world.state_of("returning") is not RequestState.SWAPPING_IN:
+        world.step()
+    world.submit("urgent", priority=0, prompt_tokens=8, max_tokens=1)
+    world.submit("below", priority=9, prompt_tokens=4, max_tokens=1)
+    plan = world.step()
+    assert [(chunk.request_id, chunk.num_tokens) for chunk in plan.chunks] == [("urgent", 8), ("long", 1)]
+    assert why_not(plan, "below") is DeferralReason.NO_TOKENS
+    world.run_until_idle()

@@ -428,7 +428,8 @@ class _Walk:
         for resident in self.residents[self.place :]:
             if resident.rank[0] != priority:
                 break
-            if resident.is_decoding and resident.request_id not in self.gone:
+            is_served = resident.state is RequestState.RUNNING and resident.request_id not in self.gone
+            if resident.is_decoding and is_served:
                 count += 1
         return count
 
