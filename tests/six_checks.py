@@ -185,6 +185,7 @@ class _Afterwards:
         self._requests = state.requests
         self._kv = state.kv
         self._prefilling = {chunk.request_id for chunk in plan.chunks}
+        self._computing = set(plan.request_ids())
         gone = {preemption.victim for preemption in plan.preemptions}
         self._tables = {name: table for name, table in state.kv.tables.items() if name not in gone}
         self._growths = {growth.request_id: growth.table for growth in plan.growths}
@@ -230,8 +231,10 @@ class _Afterwards:
         return -(-slots // self._size) - len(kept | found) <= self._pool - len(held)
 
     def served_below(self, request: Request) -> bool:
-        """Whether a strictly less urgent prefill computes."""
-        return any(self._requests[name].rank[0] > request.rank[0] for name in self._prefilling)
+        """Whether strictly less urgent work computes: a prefill; for a decode that got no token, also a decode."""
+        is_decode = request.state is RequestState.RUNNING and request.is_decoding
+        computing = self._computing if is_decode else self._prefilling
+        return any(self._requests[name].rank[0] > request.rank[0] for name in computing)
 
     def would_fit(self, request: Request) -> bool:
         """Whether the request would fit if all strictly less urgent residents that can go let go of everything.

@@ -8,6 +8,7 @@ import pytest
 
 from giveway.core.commands import Abort, Submit
 from giveway.core.config import CacheConfig, PreemptionChoice, SchedulerConfig, SchedulingPolicy
+from giveway.core.cost_profile import SHIPPED
 from giveway.core.errors import InvalidRequestError, InvariantError, RequestTooLargeError
 from giveway.core.events import Accepted, Admitted, Preempted, PromptLogprobs, Refused, TokenEmitted, TokensComputed
 from giveway.core.ids import RequestId
@@ -370,6 +371,54 @@ def test_while_only_one_class_is_in_use_no_prefill_is_held_back() -> None:
     world.make_resident("a", priority=5, prompt_tokens=3, max_tokens=4)
     world.submit("b", priority=5, prompt_tokens=40, max_tokens=2)
     assert world.step().chunks[0].num_tokens == 40
+    world.run_until_idle()
+
+
+def test_less_urgent_work_makes_the_step_of_an_urgent_prompt_a_quarter_longer_at_most() -> None:
+    # Goal: 44 ms for the prompt leave 11 ms, that is 15 decodes of 0.7 ms; the others wait one step, worst rank first.
+    world = World(device_blocks=200, seats=64, target_step_s=None)
+    for number in range(20):
+        world.make_resident(f"low{number}", priority=9, prompt_tokens=3, max_tokens=30)
+    world.submit("long", priority=9, prompt_tokens=40, max_tokens=2)
+    world.submit("urgent", priority=0, prompt_tokens=40, max_tokens=2)
+    plan = world.step()
+    assert [(chunk.request_id, chunk.num_tokens) for chunk in plan.chunks] == [("urgent", 40)]
+    assert plan.decodes.request_ids == tuple(f"low{number}" for number in range(15))
+    assert {why_not(plan, name) for name in ("low15", "low19", "long")} == {DeferralReason.NO_TOKENS}
+    plan = world.step()
+    assert served(plan) >= {"urgent", "low0", "low19", "long"}  # it decodes now, so nothing is held back
+    world.run_until_idle()
+
+
+@pytest.mark.parametrize("target_step_s", [None, 0.06])
+def test_decodes_that_cost_next_to_nothing_beside_the_weights_stay_in_the_step_of_an_urgent_prompt(
+    target_step_s: float | None,
+) -> None:
+    # Goal: so it is on a large device. And a target that the step keeps anyway holds nobody back.
+    costs = replace(SHIPPED, token_s=1e-5) if target_step_s is None else SHIPPED
+    world = World(device_blocks=200, seats=64, target_step_s=target_step_s, costs=costs)
+    for number in range(20):
+        world.make_resident(f"low{number}", priority=9, prompt_tokens=3, max_tokens=30)
+    world.submit("urgent", priority=0, prompt_tokens=40, max_tokens=2)
+    assert len(served(world.step())) == 21
+    world.run_until_idle()
+
+
+def test_a_prompt_keeps_no_decode_of_its_own_or_a_more_urgent_class_waiting() -> None:
+    world = World(device_blocks=200, seats=64, target_step_s=None)
+    for number in range(20):
+        world.make_resident(f"equal{number}", priority=5, prompt_tokens=3, max_tokens=30)
+    world.make_resident("urgent", priority=0, prompt_tokens=3, max_tokens=30)
+    for number in range(10):
+        world.make_resident(f"low{number}", priority=9, prompt_tokens=3, max_tokens=30)
+    world.submit("prompt", priority=5, prompt_tokens=4, max_tokens=2)
+    plan = world.step()
+    assert plan.chunks[0].request_id == "prompt"
+    assert plan.decodes.request_ids == (
+        "urgent",
+        *(f"equal{number}" for number in range(20)),
+        *(f"low{number}" for number in range(6)),
+    )
     world.run_until_idle()
 
 

@@ -1,6 +1,7 @@
-"""The token budget of a step: down the ranking, decodes protected from prefills of their own or a less urgent class.
+"""What a step may hold: tokens down the ranking, and for less urgent work time too.
 
-A less urgent prefill is also held to a time: an urgent request that arrives while the step runs waits until it ends.
+Decodes are protected from prefills of their own or a less urgent class. Two waits of urgent requests are kept short:
+for the end of the step under way when one arrives, and for the end of the step that computes its prompt.
 """
 
 from __future__ import annotations
@@ -8,6 +9,13 @@ from __future__ import annotations
 from math import sqrt
 
 from giveway.core.cost_profile import CostProfile, ForwardWork
+from giveway.core.request import Request
+from giveway.core.state import SchedulerState
+
+# What less urgent work may add to a step with a more urgent prompt in it, as a share of what the prompt alone takes.
+# Not zero: a long prompt would stop everybody, and where reading the weights is what a step takes, decodes cost next
+# to nothing.
+_SHARE_BEHIND_PROMPT = 0.25
 
 
 def prefill_tokens(
@@ -47,3 +55,89 @@ def tokens_within(profile: CostProfile, start: int, seconds: float) -> int | Non
         return None
     # The root in the form that loses no digits when the context costs next to nothing.
     return int(2 * seconds / (linear + sqrt(linear * linear + 2 * profile.context_s * seconds)))
+
+
+class StepTime:
+    """The time that less urgent work may take of one step, in seconds of the cost profile.
+
+    Two limits. *Beside decodes*: a prefill that is not of the most urgent class in use leaves the step short enough for
+    an urgent request that arrives while it runs, whether or not one is there now. *Behind a prompt*: whatever is less
+    urgent than a prompt of the step makes it a quarter longer at most, so that its first token is not kept waiting.
+    Whoever is refused ends it for those behind it.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._prompt_class: int | None = None  # of the best-ranked prefill of the step
+        self._prompts = ForwardWork(0, 0)  # prefills given so far
+        self._beside_s: float | None = None  # what is left; None: nobody has asked yet
+        self._behind_s: float | None = None
+
+    def prefill_tokens_left(self, request: Request, start: int) -> int | None:
+        """Return the tokens from `start` on that a prefill may have; None: no limit."""
+        costs, block_size = self._state.costs, self._state.cache_config.block_size
+        limits = (self._left_beside_decodes(request), self._left_behind_prompt(request))
+        seconds = min((each for each in limits if each is not None), default=None)
+        if seconds is None:
+            return None
+        num_tokens = tokens_within(costs, start, max(seconds, 0.0))
+        if num_tokens is None or num_tokens >= block_size:
+            # Attention works in whole pieces, and so does the cache.
+            return num_tokens and num_tokens - num_tokens % block_size
+        if num_tokens < 1:
+            self._end()
+        return num_tokens
+
+    def has_time_to_decode(self, request: Request) -> bool:
+        """Whether a decode may be in the step; it has its time then."""
+        left_s = self._left_behind_prompt(request)
+        if left_s is None:
+            return True
+        computed = request.num_computed_tokens
+        cost_s = self._state.costs.recompute_s(computed, computed + 1)
+        if cost_s > left_s:
+            self._end()
+            return False
+        self._behind_s = left_s - cost_s
+        return True
+
+    def spend(self, request: Request, start: int, num_tokens: int) -> None:
+        """Count a prefill that is in the step."""
+        if self._prompt_class is None:
+            self._prompt_class = request.rank[0]
+        work = ForwardWork.of([(start, start + num_tokens)])
+        seconds = self._state.costs.added_s(work)
+        if self._beside_s is not None:
+            self._beside_s -= seconds
+        if self._behind_s is not None:
+            self._behind_s -= seconds
+        self._prompts = ForwardWork(
+            self._prompts.num_tokens + work.num_tokens, self._prompts.num_pairs + work.num_pairs
+        )
+
+    def _left_beside_decodes(self, request: Request) -> float | None:
+        state = self._state
+        if request.rank[0] <= state.most_urgent_class():
+            return None
+        if self._beside_s is None:
+            residents = [resident for resident in state.residents if resident.is_decoding]
+            decodes = ForwardWork.of([(r.num_computed_tokens, r.num_known_tokens) for r in residents] or [(0, 1)])
+            target_s = state.config.target_step_s
+            self._beside_s = allowance_s(state.costs, decodes, target_s)
+            if target_s is not None:
+                self._beside_s -= state.costs.added_s(self._prompts)
+        return self._beside_s
+
+    def _left_behind_prompt(self, request: Request) -> float | None:
+        if self._prompt_class is None or request.rank[0] <= self._prompt_class:
+            return None
+        if self._behind_s is None:  # the ranking is walked down: all prompts so far are more urgent than the request
+            prompts_s, target_s = self._state.costs.forward_s(self._prompts), self._state.config.target_step_s
+            self._behind_s = max(_SHARE_BEHIND_PROMPT * prompts_s, 0.0 if target_s is None else target_s - prompts_s)
+        return self._behind_s
+
+    def _end(self) -> None:
+        if self._beside_s is not None:
+            self._beside_s = 0.0
+        if self._behind_s is not None:
+            self._behind_s = 0.0

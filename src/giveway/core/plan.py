@@ -48,7 +48,7 @@ class DeferralReason(Enum):
     """Why a request was not served in a step."""
 
     NO_DEVICE_BLOCKS = "no_device_blocks"  # the pool lacks room, and those it may displace would not free enough
-    NO_TOKENS = "no_tokens"  # the token budget of the step went to more urgent work
+    NO_TOKENS = "no_tokens"  # the tokens or the time of the step went to others
     NO_SEAT = "no_seat"  # every seat is taken by work that it may not displace
     COPY_IN_FLIGHT = "copy_in_flight"  # its own copy, or the copy that frees its room, is under way
     NO_ROOM_TO_STAY = "no_room_to_stay"  # it has paid and comes back for good; others like it may need all of the pool

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from giveway.core.budget import allowance_s, prefill_tokens, tokens_within
+from giveway.core.budget import StepTime, prefill_tokens
 from giveway.core.config import SchedulingPolicy, blocks_for
-from giveway.core.cost_profile import ForwardWork
 from giveway.core.displacement import Displacement
 from giveway.core.errors import KVCacheFullError
 from giveway.core.ids import BlockTable, CopyId, RequestId
@@ -60,7 +59,7 @@ class _Walk:
         self.room = Displacement(state, self.draft, next_copy_id=self.copy_ids)
         self.gone = self.room.gone  # victims of this plan
         self.tokens_left = state.config.max_num_batched_tokens
-        self.background_s_left: float | None = None  # step time left for less urgent prefills; None: not yet asked for
+        self.time = StepTime(state)
         self.place = 0  # index in residents of the first one not yet visited
         self.newcomers_open = True  # False: no newcomer further down can be seated
         self.num_looks = 0  # newcomers looked at since the first that could not be placed
@@ -143,7 +142,7 @@ class _Walk:
             self._defer(request, DeferralReason.COPY_IN_FLIGHT)
         elif request.num_known_tokens - computed > 1:
             self._give_prefill(request, computed, self.kv.tables[request.request_id])
-        elif self.tokens_left < 1:
+        elif self.tokens_left < 1 or (self.has_prefill and not self.time.has_time_to_decode(request)):
             self._defer(request, DeferralReason.NO_TOKENS)
         else:
             table = self.kv.tables[request.request_id]
@@ -287,7 +286,7 @@ class _Walk:
     def _has_tokens_for(self, request: Request) -> bool:
         if not self.has_prefill:
             return self.tokens_left > 0
-        in_time = self._tokens_in_time(request, request.num_computed_tokens)
+        in_time = self.time.prefill_tokens_left(request, request.num_computed_tokens)
         return self.tokens_left > 0 and (in_time is None or in_time > 0)
 
     # Shared prefixes
@@ -385,7 +384,7 @@ class _Walk:
             set_aside=self._num_decodes_behind(request.rank[0]),
             block_size=self.block_size,
             is_best_prefill=not self.has_prefill,
-            in_time=self._tokens_in_time(request, start),
+            in_time=self.time.prefill_tokens_left(request, start),
         )
         self.has_prefill = True
         if num_tokens < 1:
@@ -393,34 +392,9 @@ class _Walk:
         elif wanted == 1:
             self._give_decode(request.request_id, start, table)
         else:
-            self._spend_time(start, num_tokens)
+            self.time.spend(request, start, num_tokens)
             self.tokens_left -= num_tokens
             self.chunks.append(ScheduledChunk(request.request_id, start, num_tokens, num_tokens == wanted, table))
-
-    def _tokens_in_time(self, request: Request, start: int) -> int | None:
-        """Tokens that the step-time target leaves for a prefill; None: it is of the most urgent class.
-
-        Whether or not an urgent request is there now: the next one must not find a long chunk under way.
-        """
-        if request.rank[0] <= self.state.most_urgent_class():
-            return None
-        if self.background_s_left is None:
-            decodes = ForwardWork.of(
-                [(r.num_computed_tokens, r.num_known_tokens) for r in self.residents if r.is_decoding] or [(0, 1)]
-            )
-            urgent = ForwardWork.of([(chunk.start, chunk.start + chunk.num_tokens) for chunk in self.chunks])
-            target_s, costs = self.config.target_step_s, self.state.costs
-            self.background_s_left = allowance_s(costs, decodes, target_s)
-            if target_s is not None:
-                self.background_s_left -= costs.added_s(urgent)
-        num_tokens = tokens_within(self.state.costs, start, max(self.background_s_left, 0.0))
-        if num_tokens is None or num_tokens < self.block_size:
-            return num_tokens
-        return num_tokens - num_tokens % self.block_size  # attention works in whole pieces, and so does the cache
-
-    def _spend_time(self, start: int, num_tokens: int) -> None:
-        if self.background_s_left is not None:
-            self.background_s_left -= self.state.costs.recompute_s(start, start + num_tokens)
 
     def _num_decodes_behind(self, priority: int) -> int:
         """Count decodes of one class that are still to be visited."""

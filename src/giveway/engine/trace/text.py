@@ -14,7 +14,7 @@ _NUM_NAMED = 3  # of a long list of requests
 # What each reason means, as the rest of a sentence about the request.
 MEANINGS = {
     UnservedReason.NO_DEVICE_BLOCKS: "no room in the pool, and nobody whom it may displace would free enough",
-    UnservedReason.NO_TOKENS: "the token budget of the step went to others",
+    UnservedReason.NO_TOKENS: "the tokens or the time of the step went to others",
     UnservedReason.NO_SEAT: "every seat is taken by work that it may not displace",
     UnservedReason.COPY_IN_FLIGHT: "its own KV is being copied",
     UnservedReason.NO_ROOM_TO_STAY: "comes back only to stay, and others of its class who do may need all of the pool",
