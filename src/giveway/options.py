@@ -125,7 +125,7 @@ class EngineOptions:
     target_step_ms: float | None = _option(
         None,
         "Milliseconds that a step with less urgent work in it may take. Default: a chunk of a less urgent prompt may "
-        "double the time of a decode step, and beside an urgent prompt less urgent work may add a quarter.",
+        "double the time of a decode step, and beside an urgent prompt less urgent work may add a tenth.",
     )
     most_urgent_priority: int | None = _option(
         None,

@@ -374,8 +374,8 @@ def test_while_only_one_class_is_in_use_no_prefill_is_held_back() -> None:
     world.run_until_idle()
 
 
-def test_less_urgent_work_makes_the_step_of_an_urgent_prompt_a_quarter_longer_at_most() -> None:
-    # Goal: 44 ms for the prompt leave 11 ms, that is 15 decodes of 0.7 ms; the others wait one step, worst rank first.
+def test_less_urgent_work_makes_the_step_of_an_urgent_prompt_a_tenth_longer_at_most() -> None:
+    # Goal: 44 ms for the prompt leave 4.4 ms, that is 6 decodes of 0.7 ms; the others wait one step, worst rank first.
     world = World(device_blocks=200, seats=64, target_step_s=None)
     for number in range(20):
         world.make_resident(f"low{number}", priority=9, prompt_tokens=3, max_tokens=30)
@@ -383,8 +383,8 @@ def test_less_urgent_work_makes_the_step_of_an_urgent_prompt_a_quarter_longer_at
     world.submit("urgent", priority=0, prompt_tokens=40, max_tokens=2)
     plan = world.step()
     assert [(chunk.request_id, chunk.num_tokens) for chunk in plan.chunks] == [("urgent", 40)]
-    assert plan.decodes.request_ids == tuple(f"low{number}" for number in range(15))
-    assert {why_not(plan, name) for name in ("low15", "low19", "long")} == {DeferralReason.NO_TOKENS}
+    assert plan.decodes.request_ids == tuple(f"low{number}" for number in range(6))
+    assert {why_not(plan, name) for name in ("low6", "low19", "long")} == {DeferralReason.NO_TOKENS}
     plan = world.step()
     assert served(plan) >= {"urgent", "low0", "low19", "long"}  # it decodes now, so nothing is held back
     world.run_until_idle()
@@ -417,7 +417,7 @@ def test_a_prompt_keeps_no_decode_of_its_own_or_a_more_urgent_class_waiting() ->
     assert plan.decodes.request_ids == (
         "urgent",
         *(f"equal{number}" for number in range(20)),
-        *(f"low{number}" for number in range(6)),
+        *(f"low{number}" for number in range(2)),
     )
     world.run_until_idle()
 

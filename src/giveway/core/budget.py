@@ -15,7 +15,7 @@ from giveway.core.state import SchedulerState
 # What less urgent work may add to a step with a more urgent prompt in it, as a share of what the prompt alone takes.
 # Not zero: a long prompt would stop everybody, and where reading the weights is what a step takes, decodes cost next
 # to nothing.
-_SHARE_BEHIND_PROMPT = 0.25
+_SHARE_BEHIND_PROMPT = 0.1
 
 
 def prefill_tokens(
@@ -62,7 +62,7 @@ class StepTime:
 
     Two limits. *Beside decodes*: a prefill that is not of the most urgent class in use leaves the step short enough for
     an urgent request that arrives while it runs, whether or not one is there now. *Behind a prompt*: whatever is less
-    urgent than a prompt of the step makes it a quarter longer at most, so that its first token is not kept waiting.
+    urgent than a prompt of the step makes it a tenth longer at most, so that its first token is not kept waiting.
     Whoever is refused ends it for those behind it.
     """
 

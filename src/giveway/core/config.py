@@ -87,7 +87,7 @@ class SchedulerConfig:
     settle_tokens: int = 16  # of its class, who has emitted fewer since it was resumed gives way last
     priority_aging_s: float | None = None  # a class counts as one lower for every so many seconds since arrival
     # Seconds that a step with less urgent work may take (budget.StepTime). None: a less urgent chunk may double the
-    # time of a decode step, and less urgent work may make the step of a more urgent prompt a quarter longer.
+    # time of a decode step, and less urgent work may make the step of a more urgent prompt a tenth longer.
     target_step_s: float | None = None
     most_urgent_class: int | None = None  # for the step-time target; None: the most urgent one seen in ten minutes
     overlapped_copies: bool = False  # False: every copy of a plan has ended when its outcome arrives
