@@ -192,6 +192,19 @@ def compare_with_trace(seed: int, directory: Path) -> set[str | None]:
 # One story
 
 
+def test_whoever_stands_behind_another_is_told_what_the_first_in_the_queue_waits_for() -> None:
+    engine = dry(num_kv_blocks=12, max_num_seqs=1).engine
+    book = book_of(engine)
+    for name in ("seated", "first", "second"):
+        submit(engine, book, name, [1] * 8)
+    engine.step()
+    first, second = told(book, "first"), told(book, "second")
+    assert (first["waits_for"]["reason"], first["waits_for"]["behind"]) == ("no_seat", None)
+    assert second["waits_for"]["reason"] == "behind_deferred"
+    assert second["waits_for"]["behind"]["reason"] == "no_seat"
+    assert "The first in the queue waits because of this: every seat is taken" in " ".join(second["explanation"])
+
+
 def test_a_victim_is_told_for_which_class_it_gave_way_what_and_at_which_price() -> None:
     engine = dry(num_kv_blocks=12, max_num_seqs=4, swap_space=64 * BLOCK_BYTES).engine
     book = book_of(engine)

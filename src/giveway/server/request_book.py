@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,9 +28,10 @@ from giveway.core.events import (
 )
 from giveway.core.ids import RequestId
 from giveway.core.plan import Deferral, StepPlan
-from giveway.core.request import Request, RequestState
+from giveway.core.request import NEWCOMER_STATES, Request, RequestState
 from giveway.engine.engine import Engine
 from giveway.engine.trace import UnservedReason
+from giveway.engine.trace.causes import BLOCKING
 from giveway.server.classes import PriorityClasses
 from giveway.server.preemption_causes import PlannedPreemptions
 from giveway.server.request_record import Loss, RequestRecord
@@ -75,6 +76,7 @@ class RequestBook:
         self._finished: OrderedDict[str, _Entry] = OrderedDict()  # the oldest first
         self._num_finished_answers = 0
         self._told: set[RequestId] = set()  # whom the latest plan deferred or took something from
+        self._head: Deferral | None = None  # the first in the queue whom the latest plan could not serve
         self._had_suspects = False  # when the step being told was planned
         self._until_s = 0.0  # when the latest step ended
 
@@ -120,7 +122,7 @@ class RequestBook:
                 return None
             answers = [Answer(entry.records.get(each), self._unfinished(entry, each)) for each in entry.request_ids]
             state, now_s = self._engine.scheduler.state, self._engine.clock.now()
-            return self._story.whole(entry.api_id, entry.alias, answers, state, now_s)
+            return self._story.whole(entry.api_id, entry.alias, answers, state, now_s, self._head)
 
     def _unfinished(self, entry: _Entry, request_id: RequestId) -> Request | None:
         """Return the progress of an answer. None: it has ended, and another may bear its name."""
@@ -211,6 +213,8 @@ class RequestBook:
         moved: who arrived or took a seat. is_done: the plan was carried out.
         """
         told: set[RequestId] = set()
+        requests = self._engine.scheduler.requests
+        self._head = next((each for each in plan.deferrals if _heads_the_queue(each, requests)), None)
         for deferral in plan.deferrals:
             self._defer(deferral, told)
         for request_id, loss in losses.items():
@@ -234,7 +238,8 @@ class RequestBook:
         if not is_done:
             victims = [preemption.victim for preemption in plan.preemptions]
             for request_id in (*plan.request_ids(), *returning, *victims, *moving):
-                self._unserved(request_id, UnservedReason.STEP_FAILED, told)
+                if request_id not in told:  # what the plan says of a request holds in any case
+                    self._unserved(request_id, UnservedReason.STEP_FAILED, told)
             return
         for request_id in returning:
             self._unserved(request_id, UnservedReason.COPY_IN_FLIGHT, told)
@@ -304,3 +309,9 @@ class RequestBook:
         for request_id in entry.request_ids:
             if self._entry_of.get(request_id) is entry:
                 del self._entry_of[request_id]
+
+
+def _heads_the_queue(deferral: Deferral, requests: Mapping[RequestId, Request]) -> bool:
+    """Whether a deferral, looked at in rank order, is of one in the queue whom those behind must not overtake."""
+    request = requests.get(deferral.request_id)
+    return request is not None and request.state in NEWCOMER_STATES and deferral.reason in BLOCKING

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from giveway.core.plan import CopyDirection, PreemptionCost
+from giveway.core.plan import CopyDirection, Deferral, PreemptionCost
 from giveway.core.request import NEWCOMER_STATES, FinishReason, Request
 from giveway.core.state import SchedulerState
 from giveway.engine.trace import UnservedReason
@@ -43,11 +43,20 @@ class Story:
         self._classes = classes
 
     def whole(
-        self, api_id: str, alias: str | None, answers: Sequence[Answer], state: SchedulerState, now_s: float
+        self,
+        api_id: str,
+        alias: str | None,
+        answers: Sequence[Answer],
+        state: SchedulerState,
+        now_s: float,
+        head: Deferral | None,
     ) -> dict[str, Any]:
-        """Return an API request with its answers, by index; of very many only the first ones are told."""
+        """Return an API request with its answers, by index; of very many only the first ones are told.
+
+        head: why the first in the queue was not served, for those who stand behind it.
+        """
         found = {_state_of(answer) for answer in answers}
-        told = [self._answer(index, answer, state, now_s) for index, answer in enumerate(answers[:MAX_TOLD])]
+        told = [self._answer(index, answer, state, now_s, head) for index, answer in enumerate(answers[:MAX_TOLD])]
         return {
             "id": api_id,
             "object": "giveway.request",
@@ -62,7 +71,9 @@ class Story:
             ),
         }
 
-    def _answer(self, index: int, answer: Answer, state: SchedulerState, now_s: float) -> dict[str, Any]:
+    def _answer(
+        self, index: int, answer: Answer, state: SchedulerState, now_s: float, head: Deferral | None
+    ) -> dict[str, Any]:
         record, facts = answer.record, answer.facts
         if record is None:
             text = "The engine looks at it when the step under way has ended."
@@ -86,7 +97,7 @@ class Story:
             "swapped_in_bytes": _bytes(record, CopyDirection.IN),
             "num_preemptions": dict(record.num_preemptions or {}),
             "preemptions": [self._loss(loss, record.arrival_s) for loss in record.losses or ()],
-            "waits_for": _wait(record.wait, until_s),
+            "waits_for": _wait(record.wait, until_s, head),
             "waited_s": _waited(record, until_s),
             "finish_reason": _finish_reason(record),
         }
@@ -165,6 +176,10 @@ class Story:
 def _waiting(wait: Wait, told: dict[str, Any]) -> Iterator[str]:
     lacking = f"; blocks lacking: {wait.num_lacking_blocks}" if wait.num_lacking_blocks else ""
     yield f"For {_time(told['waits_for']['for_s'])} it has not been served: {MEANINGS[wait.reason]}{lacking}."
+    behind = told["waits_for"]["behind"]
+    if behind is not None:
+        lacking = f"; blocks lacking: {behind['lacking_blocks']}" if behind["lacking_blocks"] else ""
+        yield f"The first in the queue waits because of this: {behind['meaning']}{lacking}."
     position = told["queue_position"]
     if position is not None:
         yield f"Better-ranked requests without a seat: {position}."
@@ -205,15 +220,19 @@ def _prices(cost: PreemptionCost) -> dict[str, float | None]:
     return {way: None if seconds is None else round(1e3 * seconds, 3) for way, seconds in prices.items()}
 
 
-def _wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
+def _wait(wait: Wait | None, now_s: float, head: Deferral | None) -> dict[str, Any] | None:
     if wait is None:
         return None
+    behind = head if wait.reason is UnservedReason.BEHIND_DEFERRED else None
     return {
-        "reason": wait.reason.value,
-        "meaning": MEANINGS[wait.reason],
+        **_reason(wait.reason, wait.num_lacking_blocks),
         "for_s": _round(max(now_s - wait.since_s, 0.0)),
-        "lacking_blocks": wait.num_lacking_blocks,
+        "behind": None if behind is None else _reason(UnservedReason(behind.reason.value), behind.lacking_blocks),
     }
+
+
+def _reason(reason: UnservedReason, num_lacking_blocks: int) -> dict[str, Any]:
+    return {"reason": reason.value, "meaning": MEANINGS[reason], "lacking_blocks": num_lacking_blocks}
 
 
 def _waited(record: RequestRecord, now_s: float) -> dict[str, float]:

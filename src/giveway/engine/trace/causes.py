@@ -44,7 +44,7 @@ class Cause:
 
 
 # What ends the search for a seat: whoever is further down may stand behind a deferral for one of these.
-_BLOCKING = frozenset({DeferralReason.NO_DEVICE_BLOCKS, DeferralReason.NO_TOKENS, DeferralReason.NO_SEAT})
+BLOCKING = frozenset({DeferralReason.NO_DEVICE_BLOCKS, DeferralReason.NO_TOKENS, DeferralReason.NO_SEAT})
 
 
 class Causes:
@@ -170,7 +170,7 @@ class Causes:
             self._blockers = [
                 (self._situation.rank_of(other, self._step.start_s), deferral.request_id, deferral.reason)
                 for deferral in self._step.deferrals
-                if deferral.reason in _BLOCKING
+                if deferral.reason in BLOCKING
                 and deferral.request_id not in self._admitted
                 and (other := self._situation.standings[deferral.request_id]).is_newcomer
             ]
