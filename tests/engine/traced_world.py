@@ -27,6 +27,7 @@ class Truth:
     states: dict[RequestId, RequestState]
     ranks: dict[RequestId, Rank]
     costs: CostProfile
+    held: frozenset[RequestId]
     suspects: frozenset[RequestId]
 
 
@@ -64,6 +65,7 @@ class TracedWorld(World):
             {name: request.state for name, request in state.requests.items()},
             {name: request.rank for name, request in state.requests.items()},
             state.costs,
+            frozenset(state.held),
             frozenset(state.suspects[0].targets) if state.suspects else frozenset(),
         )
         return plan

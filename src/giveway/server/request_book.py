@@ -217,11 +217,14 @@ class RequestBook:
         self._head = next((each for each in plan.deferrals if _heads_the_queue(each, requests)), None)
         for deferral in plan.deferrals:
             self._defer(deferral, told)
+        victims = {preemption.victim for preemption in plan.preemptions} if losses else set[RequestId]()
         for request_id, loss in losses.items():
             if request_id in told:
                 continue
             reason = UnservedReason.PREEMPTED
-            if not is_done:
+            if request_id in self._engine.scheduler.state.held and request_id not in victims:
+                reason = UnservedReason.HELD  # it lost what it had kept before the plan was made
+            elif not is_done:
                 reason = UnservedReason.STEP_FAILED
             elif loss.is_again:
                 reason = UnservedReason.GIVES_WAY

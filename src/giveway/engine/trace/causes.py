@@ -85,6 +85,8 @@ class Causes:
         standing = self._situation.standings[name]
         if not standing.is_newcomer and standing.state is not RequestState.RUNNING:
             return Cause(UnservedReason.COPY_IN_FLIGHT)
+        if name in self._step.held:
+            return Cause(UnservedReason.HELD)
         if self._step.suspects:
             return Cause(UnservedReason.FAULT_ISOLATION, holders=self._step.suspects)
         return Cause(UnservedReason.BEHIND_DEFERRED, beneficiary=self._better_deferred(standing))

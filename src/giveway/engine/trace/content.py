@@ -116,6 +116,7 @@ class TracedStep:
     set_back_before: tuple[RequestId, ...]  # lost their KV because an earlier step was broken off
     overdue: tuple[TracedCopy, ...]  # copies that were given up on
     aborted: tuple[TracedEnd, ...]
+    held: tuple[RequestId, ...]  # kept off the device because their readers are too slow
     suspects: tuple[RequestId, ...]  # who was tried alone, to find out who breaks a step; empty: everybody was
     # The plan
     preemptions: tuple[Preemption, ...]

@@ -135,6 +135,7 @@ class _Reader:
             set_back_before=line.requests("set_back_before"),
             overdue=tuple(_copy(part) for part in line.parts("overdue")),
             aborted=tuple(_end(part) for part in line.parts("aborted")),
+            held=line.requests("held"),
             suspects=line.requests("suspects"),
             preemptions=tuple(_preemption(part) for part in line.parts("preemptions")),
             dropped=line.requests("dropped"),

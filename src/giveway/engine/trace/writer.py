@@ -66,6 +66,7 @@ class TraceWriter:
         self._state: SchedulerState | None = None
         self._start_s = 0.0
         self._planned_costs: CostProfile | None = None
+        self._held: tuple[RequestId, ...] = ()
         self._suspects: tuple[RequestId, ...] = ()
         self._copying: frozenset[RequestId] = frozenset()  # waited for a copy when the plan was made
         self._begun: set[RequestId] = set()  # of the events of this step, preempted or admitted so far
@@ -96,6 +97,7 @@ class TraceWriter:
         self._running = frozenset(state.kv.tables) if self._is_planned else None
         self._is_planned = True
         self._state, self._start_s, self._planned_costs = state, state.now_s, state.costs
+        self._held = tuple(sorted(state.held))
         self._suspects = tuple(state.suspects[0].targets) if state.suspects else ()
         self._copying = frozenset(state.awaited_copies)
         last = self._last_number
@@ -150,6 +152,8 @@ class TraceWriter:
     def _add_plan(self, line: dict[str, Any], plan: StepPlan) -> None:
         if self._planned_costs is not self._costs:
             self._add_costs(line)
+        if self._held:
+            line["held"] = self._held
         if self._suspects:
             line["suspects"] = self._suspects
         if plan.preemptions:
