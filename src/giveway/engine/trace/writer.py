@@ -152,10 +152,7 @@ class TraceWriter:
     def _add_plan(self, line: dict[str, Any], plan: StepPlan) -> None:
         if self._planned_costs is not self._costs:
             self._add_costs(line)
-        if self._held:
-            line["held"] = self._held
-        if self._suspects:
-            line["suspects"] = self._suspects
+        line.update((key, ids) for key, ids in (("held", self._held), ("suspects", self._suspects)) if ids)
         if plan.preemptions:
             line["preemptions"] = [_preemption(preemption) for preemption in plan.preemptions]
         if plan.dropped:
