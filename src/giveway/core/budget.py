@@ -6,13 +6,14 @@ for the end of the step under way when one arrives, and for the end of the step 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 
 from giveway.core.cost_profile import CostProfile, ForwardWork
 from giveway.core.request import Request
 from giveway.core.state import SchedulerState
 
-# What less urgent work may add to a step with a more urgent prompt in it, as a share of what the prompt alone takes.
+# What less urgent work may add to a step with a more urgent prompt in it, as a share of what the step takes without it.
 # Not zero: a long prompt would stop everybody, and where reading the weights is what a step takes, decodes cost next
 # to nothing.
 _SHARE_BEHIND_PROMPT = 0.1
@@ -64,10 +65,13 @@ class StepTime:
     an urgent request that arrives while it runs, whether or not one is there now. *Behind a prompt*: whatever is less
     urgent than a prompt of the step makes it a tenth longer at most, so that its first token is not kept waiting.
     Whoever is refused ends it for those behind it.
+
+    decode_positions: of the decodes that are in the step so far, as the plan goes on.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, decode_positions: Sequence[int]) -> None:
         self._state = state
+        self._decode_positions = decode_positions
         self._prompt_class: int | None = None  # of the best-ranked prefill of the step
         self._prompts = ForwardWork(0, 0)  # prefills given so far
         self._beside_s: float | None = None  # what is left; None: nobody has asked yet
@@ -81,12 +85,13 @@ class StepTime:
         if seconds is None:
             return None
         num_tokens = tokens_within(costs, start, max(seconds, 0.0))
-        if num_tokens is None or num_tokens >= block_size:
-            # Attention works in whole pieces, and so does the cache.
-            return num_tokens and num_tokens - num_tokens % block_size
+        if num_tokens is None:
+            return None
         if num_tokens < 1:
             self._end()
-        return num_tokens
+        if num_tokens < block_size:
+            return num_tokens
+        return num_tokens - num_tokens % block_size  # attention works in whole pieces, and so does the cache
 
     def has_time_to_decode(self, request: Request) -> bool:
         """Whether a decode may be in the step; it has its time then."""
@@ -131,9 +136,14 @@ class StepTime:
     def _left_behind_prompt(self, request: Request) -> float | None:
         if self._prompt_class is None or request.rank[0] <= self._prompt_class:
             return None
-        if self._behind_s is None:  # the ranking is walked down: all prompts so far are more urgent than the request
-            prompts_s, target_s = self._state.costs.forward_s(self._prompts), self._state.config.target_step_s
-            self._behind_s = max(_SHARE_BEHIND_PROMPT * prompts_s, 0.0 if target_s is None else target_s - prompts_s)
+        if self._behind_s is None:  # the ranking is walked down: all that is in the step so far is more urgent
+            positions, target_s = self._decode_positions, self._state.config.target_step_s
+            so_far = ForwardWork(
+                self._prompts.num_tokens + len(positions),
+                self._prompts.num_pairs + sum(positions) + len(positions),
+            )
+            so_far_s = self._state.costs.forward_s(so_far)
+            self._behind_s = max(_SHARE_BEHIND_PROMPT * so_far_s, 0.0 if target_s is None else target_s - so_far_s)
         return self._behind_s
 
     def _end(self) -> None:

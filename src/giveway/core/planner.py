@@ -59,7 +59,6 @@ class _Walk:
         self.room = Displacement(state, self.draft, next_copy_id=self.copy_ids)
         self.gone = self.room.gone  # victims of this plan
         self.tokens_left = state.config.max_num_batched_tokens
-        self.time = StepTime(state)
         self.place = 0  # index in residents of the first one not yet visited
         self.newcomers_open = True  # False: no newcomer further down can be seated
         self.num_looks = 0  # newcomers looked at since the first that could not be placed
@@ -76,6 +75,7 @@ class _Walk:
         self.chunks: list[ScheduledChunk] = []
         self.decode_ids: list[RequestId] = []
         self.decode_positions: list[int] = []
+        self.time = StepTime(state, self.decode_positions)
         self.decode_tables: list[BlockTable] = []
         self.deferrals: list[Deferral] = []
 
