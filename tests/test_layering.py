@@ -18,8 +18,8 @@ PACKAGE = SRC / "giveway"
 CORE_ORDER = [
     "ids", "errors", "strict_json", "sampling", "constraint", "config", "request", "commands", "limits",
     "block_pool", "prefix_index", "kv_cache", "kv_draft",
-    "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_learner", "budget",
-    "cost_model", "state",
+    "plan", "isolation", "events", "executor", "tokenizing", "policy", "cost_profile", "cost_learner",
+    "cost_model", "state", "budget",
     "displacement", "planner",
     "invariants", "transitions", "scheduler",
 ]
