@@ -129,8 +129,8 @@ class EngineOptions:
     )
     most_urgent_priority: int | None = _option(
         None,
-        "The most urgent class that may come: prefills of all others are held to --target-step-ms. Default: the most "
-        "urgent one seen in the last ten minutes.",
+        "A class that may come at any time: prefills of less urgent ones are always held to --target-step-ms. More "
+        "urgent ones count for ten minutes after they came. Default of `giveway serve`: --default-priority.",
     )
     default_priority: int = _option(DEFAULT_CLASS, "Class of a request that names none: 0 (the most urgent) to 100.")
     enable_prefix_caching: bool = _option(True, "Share the KV of equal prompt beginnings.")

@@ -345,10 +345,13 @@ def test_an_urgent_class_counts_as_in_use_for_ten_minutes_after_its_last_arrival
     assert seen == {20.0: 3, 610.0: 3, 610.1: 50, 5000.0: 50}  # whoever is there counts without a limit
 
 
-def test_the_most_urgent_class_can_be_configured() -> None:
+def test_a_class_can_be_expected_at_any_time_and_a_more_urgent_one_counts_when_it_was_seen() -> None:
     scheduler = Scheduler(SchedulerConfig(most_urgent_class=7), CacheConfig(8))
-    submit(scheduler, "urgent", priority=3, now_s=0.0)
     assert scheduler.state.most_urgent_class() == 7
+    submit(scheduler, "background", priority=9, now_s=0.0)
+    assert scheduler.state.most_urgent_class() == 7
+    submit(scheduler, "urgent", priority=3, now_s=0.0)
+    assert scheduler.state.most_urgent_class() == 3
 
 
 def test_a_less_urgent_prefill_is_held_to_the_step_time_and_the_most_urgent_one_is_not() -> None:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -159,6 +160,21 @@ def test_web_pages_of_other_origins_may_not_ask_unless_they_are_named() -> None:
         answer = server.post("/v1/completions", PLAIN, headers=good)
         assert answer.headers["access-control-allow-origin"] == "https://good.example"
         assert server.post("/v1/completions", PLAIN, headers={"Origin": "https://evil.example"}).status_code == 403
+
+
+def test_a_web_page_that_is_named_may_ask_a_server_with_keys_and_can_read_what_is_wrong() -> None:
+    # Goal: a browser asks first, without the key; a refusal that names no origin is a network error to the page.
+    origin = {"Origin": "https://good.example"}
+    first = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with running(keys=[(SECRET, Caller("team", "team"))], server={"allowed_origins": (origin["Origin"],)}) as server:
+        asked = httpx.options(f"{server.url}/v1/completions", headers=first)
+        assert asked.status_code == 200
+        assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+        for headers, status in ((origin, 401), ({**origin, "Authorization": f"Bearer {SECRET}"}, 200)):
+            answer = server.post("/v1/completions", PLAIN, headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == origin["Origin"]
+            assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
 
 
 def test_prompts_are_logged_where_the_operator_asked_for_it(caplog: pytest.LogCaptureFixture) -> None:

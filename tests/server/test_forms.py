@@ -151,6 +151,16 @@ def test_a_form_that_is_wrong_is_a_400_in_openais_shape(tiny: Running, form: dic
         assert str(error_of(response)["param"]).startswith(tuple(form)), response.text
 
 
+def test_a_form_that_turns_out_to_be_too_much_once_under_way_is_the_requests_fault(tiny: Running) -> None:
+    # Goal: every order of hundreds of properties that may be left out; the compiler takes it, the parser gives up.
+    properties = {f"prop{number}": {"type": "string"} for number in range(600)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    response = tiny.post("/v1/chat/completions", body_of(form, 0))
+    assert response.status_code == 400, response.text
+    assert (error_of(response)["param"], error_of(response)["code"]) == ("response_format", "grammar_failed")
+
+
 # Tools
 
 TEMPLATE = (

@@ -86,6 +86,35 @@ def test_sigterm_lets_those_in_progress_end_and_takes_no_others() -> None:
         assert server.exit_code == 0
 
 
+def test_while_the_server_drains_batches_and_files_can_be_looked_at_but_not_changed(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [1], "max_tokens": 2}}
+    with running(step_s=0.005, server={"has_batch_api": True, "data_dir": tmp_path}) as server:
+        client = server.client()
+        file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch does not end")
+        streamed = open_request(server, {"prompt": [1], "max_tokens": 400, "ignore_eos": True, "stream": True})
+        wait_until(lambda: len(states(server)) == 1, "it is not served")
+        server.end()
+        wait_until(lambda: server.get("/health").status_code == 503, "it says that all is well")
+        for path in ("/v1/batches", f"/v1/batches/{batch.id}", "/v1/files", f"/v1/files/{file.id}/content"):
+            assert server.get(path).status_code == 200, path
+        wanted = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        refused = [
+            server.post("/v1/batches", wanted),
+            server.post(f"/v1/batches/{batch.id}/cancel"),
+            server.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"}),
+            httpx.delete(f"{server.url}/v1/files/{file.id}"),
+        ]
+        for answer in refused:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+            assert answer.headers["Retry-After"]
+        assert b"[DONE]" in read_all(streamed)
+        streamed.close()
+        server.wait()
+        assert server.exit_code == 0
+
+
 def test_when_the_time_for_draining_is_over_clients_are_told_and_the_server_ends() -> None:
     with running(step_s=0.005, server={"drain_timeout_s": 0.2}) as server:
         streamed = open_request(server, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True, "stream": True})

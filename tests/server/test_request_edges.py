@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import urllib.error
+import urllib.request
 from typing import Any
 
 import httpx2 as httpx
@@ -268,7 +270,65 @@ def raw(server: Running, content: bytes, *, finish: bool = False) -> bytes:
         return received
 
 
-def test_a_body_over_the_limit_is_refused_before_it_is_read_also_without_a_length() -> None:
+def test_a_client_that_sends_all_of_a_body_that_is_too_large_before_it_listens_gets_the_answer() -> None:
+    # Goal: a connection that is closed on a client that is still sending takes the answer away with it.
+    body = b'{"prompt": "' + b"a" * 6_000_000 + b'"}'
+    with running(limits={"max_body_bytes": 1000}) as server:
+        for _ in range(5):
+            request = urllib.request.Request(f"{server.url}/v1/completions", data=body, method="POST")
+            request.add_header("Content-Type", "application/json")
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(request, timeout=60)
+            assert caught.value.code == 413
+            caught.value.close()
+        still_works(server)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "hint"),
+    [
+        ("guided_json", {"type": "object"}, "use structured_outputs.json"),
+        ("guided_choice", ["a"], "use structured_outputs.choice"),
+        ("allowed_token_ids", [1, 2], "is not supported"),
+        ("continue_final_message", True, "is not supported"),
+    ],
+)
+def test_a_field_of_other_servers_that_would_change_the_answer_is_not_passed_over(
+    tiny: Running, field: str, value: Any, hint: str
+) -> None:
+    for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
+        error = error_of(tiny.post(path, {**body, field: value}))
+        assert error["param"] == field
+        assert hint in error["message"]
+        assert tiny.post(path, {**body, field: None}).status_code == 200
+
+
+def test_a_request_can_be_named_in_its_body(tiny: Running) -> None:
+    assert tiny.post("/v1/completions", {**PLAIN, "request_id": "my-own.name:1"}).status_code == 200
+    assert tiny.get("/v1/requests/my-own.name:1").json()["alias"] == "my-own.name:1"
+    for wrong in ("", "a b", "a/b", "x" * 129):
+        error = error_of(tiny.post("/v1/completions", {**PLAIN, "request_id": wrong}))
+        assert error["param"] == "request_id"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop_token_ids": [10_000_000]}, "stop_token_ids"),
+        ({"logit_bias": {"10000000": 1.0}}, "logit_bias"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"prompt": [10_000_000]}, "prompt"),
+    ],
+)
+def test_what_the_engine_refuses_names_the_field_and_no_request_that_the_client_never_saw(
+    tiny: Running, fields: dict[str, Any], param: str
+) -> None:
+    error = error_of(tiny.post("/v1/completions", {**PLAIN, **fields}))
+    assert error["param"] == param
+    assert "cmpl-" not in error["message"]
+
+
+def test_a_body_over_the_limit_is_refused_also_without_a_length() -> None:
     with running(limits={"max_body_bytes": 1000}) as server:
         assert server.post("/v1/completions", {"prompt": "a" * 2000}).status_code == 413
         head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"

@@ -105,6 +105,8 @@ def command(options: EngineOptions, model_argument: str | None, **values: Any) -
         if options.model not in (None, model_argument):
             raise click.UsageError(f"MODEL is {model_argument}, and --model is {options.model}: say one of them.")
         options = replace(options, model=model_argument)
+    if options.most_urgent_priority is None:  # background work must not hold up the first ordinary request after hours
+        options = replace(options, most_urgent_priority=options.default_priority)
     begin_logging(values.pop("log_format"), values.pop("log_level"))
     return serve(options, _server_options(values))
 

@@ -89,7 +89,8 @@ class SchedulerConfig:
     # Seconds that a step with less urgent work may take (budget.StepTime). None: a less urgent chunk may double the
     # time of a decode step, and less urgent work may make the step of a more urgent prompt a tenth longer.
     target_step_s: float | None = None
-    most_urgent_class: int | None = None  # for the step-time target; None: the most urgent one seen in ten minutes
+    # A class that may come at any time, for the step-time target. More urgent ones count for ten minutes.
+    most_urgent_class: int | None = None
     overlapped_copies: bool = False  # False: every copy of a plan has ended when its outcome arrives
     copy_timeout_s: float = 30.0  # an overlapped copy not heard of for so long counts as failed
     max_disk_failures: int = 3  # failed writes in a row after which the disk is left alone

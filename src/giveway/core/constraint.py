@@ -36,6 +36,9 @@ class Constraint(Protocol):
         """Whether the grammar is complete and nothing but the end may follow. Raises as allowed_after."""
 
 
+GRAMMAR_FAILED = "response_format: the grammar"
+"""How the error of a request begins whose grammar was too much for the library that keeps it, once under way."""
+
 ConstraintFactory = Callable[[], Constraint]
 """A compiled grammar: makes the object of each answer."""
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from operator import attrgetter
 
-from giveway.core.config import LEAST_URGENT_CLASS, CacheConfig, PreemptionChoice, SchedulerConfig
+from giveway.core.config import LEAST_URGENT_CLASS, MOST_URGENT_CLASS, CacheConfig, PreemptionChoice, SchedulerConfig
 from giveway.core.cost_learner import CostLearner
 from giveway.core.cost_profile import CostProfile
 from giveway.core.errors import InvariantError
@@ -111,8 +111,9 @@ class SchedulerState:
     def most_urgent_class(self) -> int:
         """Return the most urgent class in use: configured, present, or seen in the last ten minutes."""
         configured = self.config.most_urgent_class
-        if configured is not None:
+        if configured == MOST_URGENT_CLASS:
             return configured
-        seen = [group for group, last_s in self.last_arrival_s.items() if self.now_s - last_s <= _REMEMBERED_S]
+        seen = [] if configured is None else [configured]
+        seen += [group for group, last_s in self.last_arrival_s.items() if self.now_s - last_s <= _REMEMBERED_S]
         seen += [ranked.as_list()[0].rank[0] for ranked in (self.residents, self.newcomers) if len(ranked)]
         return min(seen, default=LEAST_URGENT_CLASS)

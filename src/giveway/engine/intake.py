@@ -201,9 +201,10 @@ class Intake:
 
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[TokenId]:
         vocab_size = self._tokenizer.vocab_size
-        for token in (*sampling.stop_token_ids, *sampling.logit_bias):
-            if token >= vocab_size:
-                raise InvalidRequestError(f"token id {token} is not in the vocabulary of {vocab_size}")
+        for field, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise InvalidRequestError(f"{field}: token id {token} is not in the vocabulary of {vocab_size}")
         stops = frozenset(sampling.stop_token_ids)
         return stops if sampling.ignore_eos else stops | self._eos_token_ids
 

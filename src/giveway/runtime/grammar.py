@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from giveway.core.constraint import Constraint, ConstraintFactory, TokenMask, is_allowed
+from giveway.core.constraint import GRAMMAR_FAILED, Constraint, ConstraintFactory, TokenMask, is_allowed
 from giveway.core.errors import InvalidRequestError, MissingDependencyError, RequestFailedError
 from giveway.core.ids import TokenId
 from giveway.core.sampling import StructuredOutput
@@ -146,7 +146,7 @@ class GrammarConstraint:
         # A matcher that has stopped refuses even the end that its own mask asks for.
         is_end = matcher.is_stopped() and token_id in self.end_token_ids
         if not is_end and not matcher.consume_token(token_id):
-            self._fail(f"the grammar does not allow token {token_id} as output token {len(self._consumed)}")
+            self._fail(f"does not allow token {token_id} as output token {len(self._consumed)}")
         self._consumed.append(token_id)
         self._mask = None
 
@@ -154,7 +154,7 @@ class GrammarConstraint:
         if self._mask is None:
             self._mask = self._matcher.compute_bitmask()
             if self._matcher.is_error():
-                self._fail(f"the grammar cannot go on after output token {len(self._consumed)}")
+                self._fail(f"cannot go on after output token {len(self._consumed)}")
         return self._mask
 
     def _allows_only_the_end(self, mask: TokenMask) -> bool:
@@ -169,7 +169,7 @@ class GrammarConstraint:
     def _fail(self, what: str) -> None:
         reason = _first_line(self._matcher.get_error())
         self._start_over()
-        raise RequestFailedError(f"response_format: {what}: {reason}")
+        raise RequestFailedError(f"{GRAMMAR_FAILED} {what}: {reason}")
 
 
 class _Vocabulary:
@@ -249,4 +249,6 @@ def _first_line(text: str) -> str:
 
 def _refusal(reason: str) -> InvalidRequestError:
     shown = " ".join(reason.replace("<non-verbose/>", "").split())
+    if "NoExtensionBias" in shown:  # what the library calls it
+        shown = "a rule refers to itself and has no other way, so nothing can ever match it"
     return InvalidRequestError(f"response_format cannot be kept: {shown[:_MAX_MESSAGE_CHARACTERS]}")

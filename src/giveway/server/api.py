@@ -37,6 +37,7 @@ from giveway.server.settings import ServerLimits
 from giveway.server.shapes import ChatShape, CompletionShape, EchoedPrompt, Heading, Shape
 from giveway.server.streaming import KEEP_ALIVE, EventStream, events, unless_gone
 from giveway.server.wishes import (
+    alias_of,
     chat_sampling,
     completion_sampling,
     messages_of,
@@ -131,11 +132,13 @@ class Api:
 
     async def chat(self, request: Request, body: ChatBody, caller: Caller) -> Response:
         """POST /v1/chat/completions."""
-        return await self._answer(request, body, self._chat_order(body, caller, alias=request.state.request_id))
+        alias = alias_of(body, request.state.request_id)
+        return await self._answer(request, body, self._chat_order(body, caller, alias=alias))
 
     async def completion(self, request: Request, body: CompletionBody, caller: Caller) -> Response:
         """POST /v1/completions."""
-        return await self._answer(request, body, self._completion_order(body, caller, alias=request.state.request_id))
+        alias = alias_of(body, request.state.request_id)
+        return await self._answer(request, body, self._completion_order(body, caller, alias=alias))
 
     async def run_chat(self, body: ChatBody, caller: Caller, *, priority: int) -> dict[str, Any]:
         """Answer a line of a batch. Raises ApiError."""

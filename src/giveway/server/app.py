@@ -17,7 +17,7 @@ from giveway.engine.async_engine import AsyncEngine
 from giveway.server.access import Keyring
 from giveway.server.api import Api
 from giveway.server.description import DescribedApp
-from giveway.server.edge import Edge
+from giveway.server.edge import REQUEST_ID_HEADER, Edge
 from giveway.server.generation import GenerationDesk
 from giveway.server.http_errors import ApiError, answer_api_error, error_body
 from giveway.server.metric_families import Rejection
@@ -78,10 +78,6 @@ def create_app(parts: Parts) -> FastAPI:
     app.add_exception_handler(ApiError, answer_and_count)
     app.add_exception_handler(RequestValidationError, _answer_wrong_body)
     app.add_exception_handler(StarletteHTTPException, _answer_http_exception)
-    if parts.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(parts.allowed_origins), allow_methods=["*"], allow_headers=["*"]
-        )
     app.add_middleware(
         Edge,
         max_body_bytes=parts.limits.max_body_bytes,
@@ -94,6 +90,14 @@ def create_app(parts: Parts) -> FastAPI:
         seen=parts.metrics.count_answer,
         rejected=rejected,
     )
+    if parts.allowed_origins:  # around everything: a browser asks without a key first, and errors must be readable too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(parts.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, WARNING_HEADER, "Retry-After"],
+        )
     return app
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,8 @@ from giveway.server.http_errors import CLIENT_CLOSED, ApiError, error_body
 logger = logging.getLogger("giveway.server")
 
 REQUEST_ID_HEADER = "X-Request-Id"
-_SAFE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_PASS_OVER_BYTES, _PASS_OVER_S, _PASS_OVER_PAUSE_S = 64 << 20, 10.0, 1.0  # of a body that was refused
+SAFE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json"})  # as with vLLM's server
@@ -69,7 +71,7 @@ class Edge:
             return
         headers = Headers(scope=scope)
         name = headers.get(REQUEST_ID_HEADER, "")
-        scope.setdefault("state", {})["request_id"] = name = name if _SAFE_ID.fullmatch(name) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = name = name if SAFE_ID.fullmatch(name) else uuid.uuid4().hex
         status: int | None = None
 
         async def send_named(message: Message) -> None:
@@ -86,7 +88,8 @@ class Edge:
                 raise _too_many(self._max_http_requests)
             if scope["path"] not in OPEN_PATHS:  # before the body is read: a stranger's is not
                 scope["state"]["caller"] = self._identify(headers.get("authorization"))
-            await self._app(scope, self._bounded(scope, headers, receive), send_named)
+            await self._check_length(scope["path"], headers, receive)
+            await self._app(scope, self._bounded(scope, receive), send_named)
         except ApiError as error:  # from here: the routes' own are answered inside
             if self._rejected is not None:
                 self._rejected(error)
@@ -122,12 +125,18 @@ class Edge:
                 code="origin_not_allowed",
             )
 
-    def _bounded(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
+    async def _check_length(self, path: str, headers: Headers, receive: Receive) -> None:
+        """Refuse a body that says itself that it is too large."""
+        length = headers.get("content-length", "")
+        if path in self._upload_paths or not length.isdigit() or int(length[:19]) <= self._max_body_bytes:
+            return
+        if headers.get("expect", "").lower() != "100-continue":  # who asks first has not sent anything yet
+            await _pass_over(receive)
+        raise _too_large(self._max_body_bytes)
+
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """Return a `receive` that refuses a body which is too large or too slow."""
         limit: int | None = None if scope["path"] in self._upload_paths else self._max_body_bytes
-        length = headers.get("content-length", "")
-        if limit is not None and length.isdigit() and int(length[:19]) > limit:
-            raise _too_large(limit)
         has_all, num_bytes = False, 0
         clock = asyncio.get_running_loop().time
         end_s = clock() + self._body_timeout_s
@@ -148,10 +157,24 @@ class Edge:
                 num_bytes += len(message.get("body", b""))
                 has_all = not message.get("more_body", False)
                 if limit is not None and num_bytes > limit:
+                    await _pass_over(receive)
                     raise HTTPException(413, _too_large(limit).message, {"Connection": "close"})
             return message
 
         return receive_bounded
+
+
+async def _pass_over(receive: Receive) -> None:
+    """Read the rest of a refused body, within limits: a client that is still sending would not see the answer."""
+    num_bytes = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_PASS_OVER_S):
+            while num_bytes < _PASS_OVER_BYTES:
+                async with asyncio.timeout(_PASS_OVER_PAUSE_S):
+                    message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
 
 
 def _too_many(limit: int) -> ApiError:

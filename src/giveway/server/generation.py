@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from giveway.core.constraint import GRAMMAR_FAILED
 from giveway.core.errors import GiveWayError, InvalidRequestError, RequestTooLargeError
 from giveway.core.request import FinishReason
 from giveway.core.sampling import SamplingParams
@@ -156,8 +157,9 @@ class Generation:
 
 def _check_end(result: RequestOutput) -> None:
     if result.finish_reason is FinishReason.ERROR:
-        if (result.error or "").startswith("the grammar"):  # it was too much for the library, which trying again is too
-            raise ApiError(400, f"the form of the answer cannot be kept: {result.error}", code="grammar_failed")
+        if (result.error or "").startswith(GRAMMAR_FAILED):  # trying again would not help
+            message = f"the form of the answer cannot be kept: {result.error}"
+            raise ApiError(400, message, param="response_format", code="grammar_failed")
         raise ApiError(500, f"the request failed: {result.error}", code="request_failed")
     if result.finish_reason is FinishReason.ABORT:
         raise ApiError(503, "the request was ended by the server, which is shutting down", code="shutting_down")
@@ -293,6 +295,8 @@ def bad_request(error: InvalidRequestError, form_field: str = "response_format")
     form_field: what the client sent of that which the engine knows as `response_format`.
     """
     message = re.sub(r"^response_format\b", form_field, str(error))
+    # The engine's own name of the request says nothing to a client.
+    message = re.sub(r"^request '[^']*'(: )?", lambda found: "" if found[1] else "the request", message)
     first = message.partition(" ")[0].rstrip(":")
     is_field = _FIELD.fullmatch(first) and ("_" in first or "." in first or first in _PLAIN_FIELDS)
     code = "context_length_exceeded" if isinstance(error, RequestTooLargeError) else None

@@ -38,7 +38,10 @@ class Jobs(Protocol):
         """Go on with what an earlier server left."""
 
     async def stop(self) -> None:
-        """Stop; what is under way runs again next time."""
+        """Stop; what is under way runs again next time. Questions are still answered."""
+
+    async def close(self) -> None:
+        """Answer no questions any more."""
 
 
 class Store(Protocol):
@@ -181,6 +184,8 @@ class Lifecycle:
             await self._drain()
             self._server.should_exit = True
             await serving
+            if self._jobs is not None:
+                await self._jobs.close()
         await self._engine.close()
         if self._store is not None:
             self._store.close()

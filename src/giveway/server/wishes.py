@@ -14,6 +14,7 @@ from giveway.engine.intake import Prompt
 from giveway.engine.response_format import parse_response_format
 from giveway.server.access import Caller
 from giveway.server.classes import PriorityClasses
+from giveway.server.edge import SAFE_ID
 from giveway.server.generation import bad_request
 from giveway.server.http_errors import ApiError
 from giveway.server.openai_types import (
@@ -75,11 +76,45 @@ def tier_served(priority: int, classes: PriorityClasses) -> str:
     return "flex" if flex is not None and priority >= flex else classes.name_of(priority)
 
 
+# Fields of vLLM that would change the answer: to pass over them, as over unknown ones, would give a wrong one.
+_REFUSED_FIELDS = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "allowed_token_ids": None,
+    "continue_final_message": None,
+    "use_beam_search": None,
+    "truncate_prompt_tokens": None,
+}
+
+
+def check_fields(body: SamplingBody) -> None:
+    """Refuse fields that other servers know and that cannot be passed over."""
+    for name, value in (body.model_extra or {}).items():
+        if name in _REFUSED_FIELDS and value not in (None, False):
+            instead = _REFUSED_FIELDS[name]
+            hint = "is not supported" if instead is None else f"is not known any more: use {instead}"
+            raise ApiError(400, f"{name} {hint}", param=name)
+
+
+def alias_of(body: SamplingBody, header_id: str) -> str:
+    """Return the further name that a client gives its request: in the body as with vLLM, else in the header."""
+    if body.request_id is None:
+        return header_id
+    if not SAFE_ID.fullmatch(body.request_id):
+        raise ApiError(
+            400, "request_id must have 1 to 128 letters, digits and any of . _ : - (ASCII)", param="request_id"
+        )
+    return body.request_id
+
+
 # Sampling
 
 
 def sampling_of(body: SamplingBody, **further: Any) -> SamplingParams:
     """Return the sampling of a request. further: fields that the two kinds of requests spell differently."""
+    check_fields(body)
     values = {name: getattr(body, name) for name in _SAME_NAMES}
     values["stop"] = _stops(body.stop)
     values["stop_token_ids"] = body.stop_token_ids or ()

@@ -32,6 +32,7 @@ from giveway.server.batch_jobs.records import (
 )
 from giveway.server.batch_jobs.store import BatchStore
 from giveway.server.batch_jobs.turns import LineQueue, Turns
+from giveway.server.http_errors import ApiError
 
 logger = logging.getLogger("giveway")
 
@@ -113,7 +114,15 @@ class BatchJobs:
         if self._recording is not None:
             self._recorder.close()
             await asyncio.gather(self._recording, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Answer no questions any more. After `stop`."""
         await asyncio.to_thread(self._executor.shutdown)  # work in threads ends by itself: it looks at `_is_stopping`
+
+    def check_open(self) -> None:
+        """Raise ApiError (503) when nothing may be changed any more: what is there can still be read."""
+        if self._is_stopping.is_set():
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -121,6 +130,7 @@ class BatchJobs:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+        await self.close()
 
     def counts(self) -> BatchCounts:
         """Return what is going on."""

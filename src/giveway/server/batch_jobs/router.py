@@ -93,6 +93,7 @@ def _add_files(router: APIRouter, jobs: BatchJobs, owner_of: OwnerOf) -> None:
 
     @router.post("/v1/files", openapi_extra=_FORM_DESCRIPTION)
     async def upload_file(request: Request) -> JSONResponse:
+        jobs.check_open()
         return await _upload(request, jobs, owner_of(request))
 
     @router.get("/v1/files")
@@ -125,6 +126,7 @@ def _add_files(router: APIRouter, jobs: BatchJobs, owner_of: OwnerOf) -> None:
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> JSONResponse:
+        jobs.check_open()
         deleted = await jobs.in_thread(files.delete, owner_of(request), file_id)
         return JSONResponse({"id": deleted, "object": "file", "deleted": True})
 
@@ -134,6 +136,7 @@ def _add_batches(router: APIRouter, jobs: BatchJobs, owner_of: OwnerOf) -> None:
 
     @router.post("/v1/batches", openapi_extra=_BATCH_DESCRIPTION)
     async def create_batch(request: Request) -> JSONResponse:
+        jobs.check_open()
         owner = owner_of(request)
         wanted = parse_new_batch(await _small_body(request))
         return JSONResponse(batch_object(await jobs.create(owner, wanted)))
@@ -157,6 +160,7 @@ def _add_batches(router: APIRouter, jobs: BatchJobs, owner_of: OwnerOf) -> None:
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
+        jobs.check_open()
         return JSONResponse(batch_object(await jobs.cancel(owner_of(request), batch_id)))
 
 
