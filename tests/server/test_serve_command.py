@@ -110,6 +110,18 @@ def test_a_key_on_the_command_line_is_warned_of_and_not_shown(tmp_path: Path) ->
     assert key not in log
 
 
+def test_background_steps_are_always_kept_short_for_the_default_class_unless_something_else_is_said(
+    asked: Asked,
+) -> None:
+    for flags, expected in (
+        ([], 10),
+        (["--default-priority", "4"], 4),
+        (["--default-priority", "4", "--most-urgent-priority", "0"], 0),
+    ):
+        assert main(["serve", "--device", "dry", *flags]) == 0
+        assert asked[-1][0].most_urgent_priority == expected
+
+
 def test_a_configured_server_serves_its_classes_asks_for_its_key_and_logs_no_prompt(tmp_path: Path) -> None:
     # Goal: the whole way, from a file and a variable to answers and to one line of JSON for each request that ended.
     path, secret, key = tmp_path / "serve.toml", "the-prompt-is-nobodys-business", "key-from-a-variable"
