@@ -149,7 +149,8 @@ def forced(
     return check(workload, run(engine, random.Random(seed), choice, probability))
 
 
-# Every choice and a small, a middle and a large chunk; the long round has all of them with each other.
+# Every choice and a small, a middle and a large chunk; the long round has every two of choice, chunk and batch with
+# each other.
 @pytest.mark.parametrize(
     ("choice", "chunk", "batch"),
     [(PreemptionChoice.RECOMPUTE, 16, 3), (PreemptionChoice.SWAP, 64, 16), (PreemptionChoice.AUTO, 512, 6)],
@@ -161,10 +162,18 @@ def test_forced_at_random_steps(
     assert num_of(choice, modes) >= 3
 
 
+CHUNKS, BATCHES = (1, 7, 16, 33, 64, 512), (1, 2, 5, 16)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("choice", list(PreemptionChoice))
-@pytest.mark.parametrize("batch", [1, 2, 5, 16])
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 64, 512])
+@pytest.mark.parametrize(
+    ("choice", "chunk", "batch"),
+    [
+        (list(PreemptionChoice)[(CHUNKS.index(chunk) + BATCHES.index(batch)) % len(PreemptionChoice)], chunk, batch)
+        for chunk in CHUNKS
+        for batch in BATCHES
+    ],
+)
 def test_forced_at_random_steps_over_all_chunk_and_batch_sizes(
     model: Model, workload: Workload, choice: PreemptionChoice, chunk: int, batch: int
 ) -> None:
