@@ -21,7 +21,7 @@ from giveway.server.access import Caller
 from giveway.server.admission import ConcurrencyCounts, WaitingCounts
 from giveway.server.classes import PriorityClasses
 from giveway.server.finished import FinishedRequest
-from giveway.server.http_errors import CLIENT_CLOSED, ApiError
+from giveway.server.http_errors import CLIENT_CLOSED, ApiError, shutting_down
 from giveway.server.request_book import RequestBook
 from giveway.server.settings import ServerLimits
 
@@ -204,7 +204,7 @@ class GenerationDesk:
         inside is told to `finished` as the end of the request.
         """
         if self.is_draining and not asked.is_batch:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
+            raise shutting_down()
         if not asked.is_batch:
             self._concurrent.enter(asked.caller, asked.num_answers)
         generation: Generation | None = None

@@ -51,6 +51,11 @@ class ApiError(Exception):
         return error_body(self.status, self.message, param=self.param, code=self.code)
 
 
+def shutting_down() -> ApiError:
+    """Return the answer to whoever wants something new from a server that ends."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
+
+
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape; text that no encoding can carry is shown with escapes."""
     shown = message.encode("utf-8", "backslashreplace").decode()

@@ -32,7 +32,7 @@ from giveway.server.batch_jobs.records import (
 )
 from giveway.server.batch_jobs.store import BatchStore
 from giveway.server.batch_jobs.turns import LineQueue, Turns
-from giveway.server.http_errors import ApiError
+from giveway.server.http_errors import shutting_down
 
 logger = logging.getLogger("giveway")
 
@@ -122,7 +122,7 @@ class BatchJobs:
     def check_open(self) -> None:
         """Raise ApiError (503) when nothing may be changed any more: what is there can still be read."""
         if self._is_stopping.is_set():
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
+            raise shutting_down()
 
     async def __aenter__(self) -> Self:
         await self.start()
