@@ -157,7 +157,8 @@ class Edge:
                 num_bytes += len(message.get("body", b""))
                 has_all = not message.get("more_body", False)
                 if limit is not None and num_bytes > limit:
-                    await _pass_over(receive)
+                    if not has_all:
+                        await _pass_over(receive)
                     raise HTTPException(413, _too_large(limit).message, {"Connection": "close"})
             return message
 
