@@ -7,7 +7,6 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,11 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from giveway.server.access import Caller
 from giveway.server.http_errors import CLIENT_CLOSED, ApiError, error_body
+from giveway.server.refused_body import pass_over, pieces_of
 
 logger = logging.getLogger("giveway.server")
 
 REQUEST_ID_HEADER = "X-Request-Id"
-_PASS_OVER_BYTES, _PASS_OVER_S, _PASS_OVER_PAUSE_S = 64 << 20, 10.0, 1.0  # of a body that was refused
+_PASS_OVER_BYTES, _PASS_OVER_S, _PAUSE_S = 64 << 20, 10.0, 1.0  # of a body that was refused
 SAFE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
@@ -131,7 +131,7 @@ class Edge:
         if path in self._upload_paths or not length.isdigit() or int(length[:19]) <= self._max_body_bytes:
             return
         if headers.get("expect", "").lower() != "100-continue":  # who asks first has not sent anything yet
-            await _pass_over(receive)
+            await pass_over(pieces_of(receive), max_bytes=_PASS_OVER_BYTES, wait_s=_PASS_OVER_S, pause_s=_PAUSE_S)
         raise _too_large(self._max_body_bytes)
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
@@ -158,24 +158,13 @@ class Edge:
                 has_all = not message.get("more_body", False)
                 if limit is not None and num_bytes > limit:
                     if not has_all:
-                        await _pass_over(receive)
+                        await pass_over(
+                            pieces_of(receive), max_bytes=_PASS_OVER_BYTES, wait_s=_PASS_OVER_S, pause_s=_PAUSE_S
+                        )
                     raise HTTPException(413, _too_large(limit).message, {"Connection": "close"})
             return message
 
         return receive_bounded
-
-
-async def _pass_over(receive: Receive) -> None:
-    """Read the rest of a refused body, within limits: a client that is still sending would not see the answer."""
-    num_bytes = 0
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_PASS_OVER_S):
-            while num_bytes < _PASS_OVER_BYTES:
-                async with asyncio.timeout(_PASS_OVER_PAUSE_S):
-                    message = await receive()
-                num_bytes += len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    return
 
 
 def _too_many(limit: int) -> ApiError:

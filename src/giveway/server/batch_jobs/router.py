@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from giveway.core.errors import OutputFileError
 from giveway.server.batch_jobs.ids import parse_batch_id, parse_file_id
 from giveway.server.batch_jobs.jobs import BatchJobs
-from giveway.server.batch_jobs.upload import UploadForm, pass_over
+from giveway.server.batch_jobs.upload import UploadForm
 from giveway.server.batch_jobs.wire import (
     CreateBatch,
     batch_object,
@@ -24,6 +24,7 @@ from giveway.server.batch_jobs.wire import (
     parse_page,
 )
 from giveway.server.http_errors import ApiError
+from giveway.server.refused_body import pass_over
 
 _MAX_BODY_BYTES = 1 << 20  # of the JSON that creates a batch
 _MAX_FORM_BYTES = 1 << 16  # of an upload, around its file
@@ -181,7 +182,7 @@ async def _upload(request: Request, jobs: BatchJobs, owner: str) -> JSONResponse
     except ClientDisconnect as error:
         raise ApiError(400, "the connection was closed before the file was whole") from error
     except (ApiError, OutputFileError):
-        await pass_over(pieces, max_bytes, _PASS_OVER_S)
+        await pass_over(pieces, max_bytes=max_bytes, wait_s=_PASS_OVER_S, pause_s=_PASS_OVER_S)
         raise
     return JSONResponse(file_object(record))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from giveway.server.batch_jobs.file_table import Upload
 from giveway.server.batch_jobs.records import FilePurpose, FileRecord
@@ -173,22 +170,6 @@ def checked_expiry_s(seconds: int, param: str) -> int:
     if not _SHORTEST_S <= seconds <= _LONGEST_S:
         raise ApiError(400, f"{param} is {seconds}; it must be from {_SHORTEST_S} to {_LONGEST_S}", param=param)
     return seconds
-
-
-async def pass_over(pieces: AsyncIterator[bytes], max_bytes: int, wait_s: float) -> None:
-    """Read the rest of a refused body, within limits: a client that is still sending would not see the answer."""
-
-    async def read() -> None:
-        num_bytes = 0
-        async for piece in pieces:
-            num_bytes += len(piece)
-            if num_bytes > max_bytes:
-                return
-
-    try:
-        await asyncio.wait_for(read(), wait_s)
-    except (TimeoutError, ClientDisconnect, HTTPException):  # the last: of a server that limits the time of a body
-        return
 
 
 def _text(value: bytes | bytearray) -> str:
