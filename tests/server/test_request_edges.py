@@ -389,6 +389,7 @@ def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(dry: Ru
         response = dry.post(path, body)
         assert response.status_code == 400
         assert error_of(response)["code"] == "context_length_exceeded"
+        assert error_of(response)["param"] in body
         assert "at least" in error_of(response)["message"]
 
 

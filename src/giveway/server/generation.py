@@ -41,13 +41,21 @@ class Asked:
     cache_salt: str | None = None
     is_stream: bool = False
     is_batch: bool = False  # of the Batch API: not subject to limits on queues, which are for those who wait
+    form_field: str = "response_format"  # where the form of the answer came from, for errors
 
     @property
     def num_answers(self) -> int:
         """Answers over all prompts."""
         return self.num_prompts * self.sampling.n
 
-    form_field: str = "response_format"  # where the form of the answer came from, for errors
+    @property
+    def text_field(self) -> str:
+        """Where the text came from, for errors."""
+        return "messages" if self.kind == "chatcmpl" else "prompt"
+
+    def refused(self, error: InvalidRequestError) -> ApiError:
+        """Return the answer, in the client's own words."""
+        return bad_request(error, self.form_field, self.text_field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +243,7 @@ class GenerationDesk:
         try:
             submissions = await asyncio.to_thread(self._prepare, api_id, asked)
         except InvalidRequestError as error:
-            raise bad_request(error, asked.form_field) from error
+            raise asked.refused(error) from error
         except GiveWayError as error:
             raise ApiError(503, str(error), code="engine_stopped") from error
         if self._taken_in is not None:
@@ -249,7 +257,7 @@ class GenerationDesk:
             self._book.register(api_id, names, asked.caller.owner, asked.alias)
         except InvalidRequestError as error:
             self._waiting.leave(names)
-            raise bad_request(error, asked.form_field) from error
+            raise asked.refused(error) from error
         news, streams = News(), list[RequestStream]()
         max_unread = self._limits.max_unread if asked.is_stream else None
         try:
@@ -261,7 +269,7 @@ class GenerationDesk:
             self._waiting.leave(names)
             self._book.withdraw(api_id)
             if isinstance(error, InvalidRequestError):
-                raise bad_request(error, asked.form_field) from error
+                raise asked.refused(error) from error
             if isinstance(error, GiveWayError):
                 raise ApiError(503, str(error), code="engine_stopped") from error
             raise
@@ -289,18 +297,22 @@ class GenerationDesk:
                 self._engine.abort(stream.request_id)
 
 
-def bad_request(error: InvalidRequestError, form_field: str = "response_format") -> ApiError:
+def bad_request(
+    error: InvalidRequestError, form_field: str = "response_format", text_field: str | None = None
+) -> ApiError:
     """Return the answer to a request that is wrong; its field is named where the message begins with it.
 
-    form_field: what the client sent of that which the engine knows as `response_format`.
+    form_field: what the client sent of that which the engine knows as `response_format`. text_field: what is named
+    where prompt and output together are too long.
     """
     message = re.sub(r"^response_format\b", form_field, str(error))
     # The engine's own name of the request says nothing to a client.
     message = re.sub(r"^request '[^']*'(: )?", lambda found: "" if found[1] else "the request", message)
     first = message.partition(" ")[0].rstrip(":")
+    if isinstance(error, RequestTooLargeError):
+        return ApiError(400, message, param=text_field, code="context_length_exceeded")
     is_field = _FIELD.fullmatch(first) and ("_" in first or "." in first or first in _PLAIN_FIELDS)
-    code = "context_length_exceeded" if isinstance(error, RequestTooLargeError) else None
-    return ApiError(400, message, param=first if is_field else None, code=code)
+    return ApiError(400, message, param=first if is_field else None)
 
 
 _FIELD = re.compile(r"[a-z][a-z0-9_.]*")
