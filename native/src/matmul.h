@@ -44,39 +44,42 @@ static int64_t matmul_scratch_bytes([[maybe_unused]] int64_t num_inputs) {
 #endif
 }
 
-// One panel by `rows` rows; totals [rows][kTotalsStride].
-template <Encoding encoding, Compute compute, int rows>
-static void multiply_directly(const float* x, int64_t x_stride, const std::byte* data, int64_t num_blocks,
-                              float* totals) {
-  v16 total[rows];
-#pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row) total[row] = zero();
+// `panels` panels, panel_bytes apart, by `rows` rows; totals [rows][kTotalsStride].
+template <Encoding encoding, Compute compute, int panels, int rows>
+static void multiply_directly(const float* x, int64_t x_stride, const std::byte* data, int64_t panel_bytes,
+                              int64_t num_blocks, float* totals) {
+  v16 total[rows][panels];
+  clear(total);
   for (int64_t index = 0; index < num_blocks; ++index, x += kBlockK, data += panel_block_bytes(encoding)) {
-    prefetch_ahead<encoding>(data);
-    const auto block = PanelBlock<encoding, compute>::open(data);
-    v16 even[rows], odd[rows];
+#pragma GCC unroll 2
+    for (int panel = 0; panel < panels; ++panel) {
+      const std::byte* at = data + panel * panel_bytes;
+      prefetch_ahead<encoding>(at);
+      const auto block = PanelBlock<encoding, compute>::open(at);
+      v16 even[rows], odd[rows];
 #pragma GCC unroll 16
-    for (int row = 0; row < rows; ++row) even[row] = odd[row] = zero();
-    for (int64_t pair = 0; pair < kBlockK / 2; ++pair) {
-      const v16_pair weights = block.pair(pair);
+      for (int row = 0; row < rows; ++row) even[row] = odd[row] = zero();
+      for (int64_t pair = 0; pair < kBlockK / 2; ++pair) {
+        const v16_pair weights = block.pair(pair);
 #pragma GCC unroll 16
-      for (int row = 0; row < rows; ++row) {
-        even[row] = fma(broadcast(x[row * x_stride + 2 * pair]), weights.even, even[row]);
-        odd[row] = fma(broadcast(x[row * x_stride + 2 * pair + 1]), weights.odd, odd[row]);
+        for (int row = 0; row < rows; ++row) {
+          even[row] = fma(broadcast(x[row * x_stride + 2 * pair]), weights.even, even[row]);
+          odd[row] = fma(broadcast(x[row * x_stride + 2 * pair + 1]), weights.odd, odd[row]);
+        }
       }
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) total[row][panel] = add(total[row][panel], add(even[row], odd[row]));
     }
-#pragma GCC unroll 16
-    for (int row = 0; row < rows; ++row) total[row] = add(total[row], add(even[row], odd[row]));
   }
-#pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row) store(totals + row * kTotalsStride, total[row]);
+  for_each_sum<rows, panels>(
+      [&](int row, int panel) { store(totals + row * kTotalsStride + panel * kPanelColumns, total[row][panel]); });
 }
 
-using DirectFunction = void (*)(const float*, int64_t, const std::byte*, int64_t, float*);
+using DirectFunction = void (*)(const float*, int64_t, const std::byte*, int64_t, int64_t, float*);
 
-template <Encoding encoding, Compute compute, int... rows_less_one>
+template <Encoding encoding, Compute compute, int panels, int... rows_less_one>
 constexpr DirectFunction direct_function(int64_t rows, std::integer_sequence<int, rows_less_one...>) {
-  constexpr DirectFunction functions[] = {multiply_directly<encoding, compute, rows_less_one + 1>...};
+  constexpr DirectFunction functions[] = {multiply_directly<encoding, compute, panels, rows_less_one + 1>...};
   return functions[rows - 1];
 }
 
@@ -105,10 +108,15 @@ template <Encoding encoding, Compute compute>
 static void multiply_group(const Group& group, MatmulScratch& scratch) {
   constexpr auto sizes = std::make_integer_sequence<int, kDirectRows>();
   if (group.num_rows <= kDirectRows) {
-    for (int64_t panel = 0; panel < group.num_panels; ++panel)
-      direct_function<encoding, compute>(group.num_rows, sizes)(
-          group.x, group.x_stride, group.panels + panel * group.panel_bytes, group.num_blocks,
-          scratch.totals + panel * kPanelColumns);
+    // Weights that are not decoded are bound by reading, and one core reads two streams faster than one; decoding
+    // keeps a core so busy that a second stream only disturbs.
+    constexpr int64_t kTogether = is_read_plainly(encoding) ? 2 : 1;
+    const int64_t together = std::min(kTogether, group.num_panels);
+    const DirectFunction multiply = together == 2 ? direct_function<encoding, compute, kTogether>(group.num_rows, sizes)
+                                                  : direct_function<encoding, compute, 1>(group.num_rows, sizes);
+    for (int64_t panel = 0; panel < group.num_panels; panel += together)
+      multiply(group.x, group.x_stride, group.panels + panel * group.panel_bytes, group.panel_bytes, group.num_blocks,
+               scratch.totals + panel * kPanelColumns);
     return;
   }
   std::memset(scratch.totals, 0, static_cast<size_t>(group.num_rows * kTotalsStride) * sizeof(float));

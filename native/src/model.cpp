@@ -158,14 +158,14 @@ void Model::plan_attention(const Batch& batch) {
 // result depends on who computes it; see WorkCounter for how they go on to the next stage.
 class Model::Worker {
  public:
-  Worker(Model& model, const Batch& batch, const Pool& pool, int thread, int num_threads)
+  Worker(Model& model, const Batch& batch, const Pool& pool, Member member)
       : model_(model),
         shape_(model.shape_),
         kernels_(model.kernels_),
         batch_(batch),
         pool_(pool),
-        num_threads_(num_threads),
-        scratch_(model.scratch_.data() + thread * model.scratch_bytes_),
+        member_(member),
+        scratch_(model.scratch_.data() + member.index * model.scratch_bytes_),
         layout_(model.kv_layout(pool.block_size)) {}
 
   void run() {
@@ -179,7 +179,7 @@ class Model::Worker {
   // Calls work(first, last) for pieces of [0, total); returns when the whole stage is done, by whichever threads.
   template <typename Work>
   void share(int64_t total, int64_t granularity, Work work) {
-    next_stage().share(total, choose_piece(total, granularity, num_threads_), work);
+    next_stage().share(total, choose_piece(total, granularity, member_.count), member_, work);
   }
 
   WorkCounter& next_stage() { return model_.stages_[static_cast<size_t>(stage_++)]; }
@@ -279,7 +279,7 @@ class Model::Worker {
     args.window = shape_.window;
     args.soft_cap = shape_.soft_cap;
     args.scratch = scratch_;
-    next_stage().share(static_cast<int64_t>(model_.tasks_.size()), 1, [&](int64_t number, int64_t) {
+    next_stage().share(static_cast<int64_t>(model_.tasks_.size()), 1, kOneOrder, [&](int64_t number, int64_t) {
       const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
       args.first_row = task.first_row;
       args.num_rows = task.num_rows;
@@ -330,7 +330,7 @@ class Model::Worker {
   const Kernels& kernels_;
   const Batch& batch_;
   const Pool& pool_;
-  const int64_t num_threads_;
+  const Member member_;
   std::byte* const scratch_;
   const KvLayout layout_;
   int64_t stage_ = 0;
@@ -358,7 +358,7 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
   for (int64_t stage = 0; stage <= kStagesOfLayer * shape_.num_layers; ++stage)
     stages_[static_cast<size_t>(stage)].reset();
 #pragma omp parallel num_threads(num_threads)
-  Worker(*this, batch, pool, omp_get_thread_num(), omp_get_num_threads()).run();
+  Worker(*this, batch, pool, {omp_get_thread_num(), omp_get_num_threads()}).run();
   num_rows_ = batch.num_rows;
 }
 
@@ -381,8 +381,8 @@ void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int
   {
     const uint32_t state = kernels_.enter();
     const float* hidden = reinterpret_cast<const float*>(hidden_.data());
-    const int64_t count = omp_get_num_threads();
-    norms.share(num_rows, choose_piece(num_rows, 1, count), [&](int64_t first, int64_t last) {
+    const Member member{omp_get_thread_num(), omp_get_num_threads()};
+    norms.share(num_rows, choose_piece(num_rows, 1, member.count), member, [&](int64_t first, int64_t last) {
       for (int64_t index = first; index < last; ++index)
         kernels_.rms_norm(hidden + rows[index] * hidden_stride(), weights_.final_norm.data(), shape_.hidden_size,
                           shape_.norm_eps, shape_.compute, normed_.data() + index * normed_stride() * element_bytes());
@@ -395,8 +395,9 @@ void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int
     args.compute = shape_.compute;
     args.out = out;
     args.out_stride = logits_stride();
-    args.scratch = scratch_.data() + omp_get_thread_num() * scratch_bytes_;
-    products.share(head.num_panels(), choose_piece(head.num_panels(), 1, count), [&](int64_t first, int64_t last) {
+    args.scratch = scratch_.data() + member.index * scratch_bytes_;
+    const int64_t piece = choose_piece(head.num_panels(), 1, member.count);
+    products.share(head.num_panels(), piece, member, [&](int64_t first, int64_t last) {
       args.first_panel = first;
       args.last_panel = last;
       kernels_.matmul(args);

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -13,18 +14,30 @@
 
 namespace giveway {
 
-AlignedBuffer::AlignedBuffer(int64_t num_bytes) : size_(num_bytes) {
-  if (num_bytes == 0) return;
-  // Huge pages where the system has them: a matrix is read through once a step, and small pages cost a look-up each.
-  constexpr int64_t kHugePage = int64_t{1} << 21;
-  const int64_t alignment = num_bytes >= kHugePage ? kHugePage : 64;
+namespace {
+
+constexpr int64_t kHugePage = int64_t{1} << 21;
+
+}  // namespace
+
+AlignedBuffer AlignedBuffer::uninitialized(int64_t num_bytes) {
+  AlignedBuffer buffer;
+  if (num_bytes == 0) return buffer;
+  // Huge pages where the system has them: small ones cost a look-up each.
+  const int64_t alignment = num_bytes >= kHugePage ? kHugePage : kAlignment;
   const int64_t rounded = rounded_up(num_bytes, alignment);
-  data_ = static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(rounded)));
-  if (data_ == nullptr) throw std::bad_alloc();
+  buffer.data_ =
+      static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(rounded)));
+  if (buffer.data_ == nullptr) throw std::bad_alloc();
+  buffer.size_ = num_bytes;
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  if (alignment == kHugePage) madvise(data_, static_cast<size_t>(rounded), MADV_HUGEPAGE);
+  if (alignment == kHugePage) madvise(buffer.data_, static_cast<size_t>(rounded), MADV_HUGEPAGE);
 #endif
-  std::memset(data_, 0, static_cast<size_t>(num_bytes));
+  return buffer;
+}
+
+AlignedBuffer::AlignedBuffer(int64_t num_bytes) : AlignedBuffer(uninitialized(num_bytes)) {
+  if (num_bytes > 0) std::memset(data_, 0, static_cast<size_t>(num_bytes));
 }
 
 AlignedBuffer& AlignedBuffer::operator=(AlignedBuffer&& other) noexcept {
@@ -34,6 +47,31 @@ AlignedBuffer& AlignedBuffer::operator=(AlignedBuffer&& other) noexcept {
 }
 
 AlignedBuffer::~AlignedBuffer() { std::free(data_); }
+
+std::shared_ptr<std::byte> matrix_memory(int64_t num_bytes) {
+  constexpr int64_t kSharedBytes = 16 * kHugePage;
+  // What matrices are cut from at present, and how much of it is taken. It goes with the last of them.
+  static std::mutex mutex;
+  static std::weak_ptr<AlignedBuffer> shared;
+  static int64_t taken = 0;
+  std::shared_ptr<AlignedBuffer> whole;
+  std::byte* data = nullptr;
+  if (num_bytes >= kHugePage) {
+    whole = std::make_shared<AlignedBuffer>(AlignedBuffer::uninitialized(num_bytes));
+    data = whole->data();
+  } else {
+    const std::lock_guard lock(mutex);
+    whole = shared.lock();
+    if (whole == nullptr || whole->size() - taken < num_bytes) {
+      whole = std::make_shared<AlignedBuffer>(AlignedBuffer::uninitialized(kSharedBytes));
+      shared = whole, taken = 0;
+    }
+    data = whole->data() + taken;
+    taken += rounded_up(num_bytes, kAlignment);
+  }
+  if (num_bytes > 0) std::memset(data, 0, static_cast<size_t>(num_bytes));
+  return {std::move(whole), data};
+}
 
 namespace {
 
@@ -123,12 +161,12 @@ Encoding encoding_of(Source source, Compute compute) {
 
 Matrix::Matrix(Encoding encoding, int64_t num_outputs, int64_t num_inputs) {
   panels_ = {nullptr, encoding, num_outputs, num_inputs};
-  buffer_ = AlignedBuffer(panels_.bytes());
-  panels_.data = buffer_.data();
+  memory_ = matrix_memory(panels_.bytes());
+  panels_.data = memory_.get();
 }
 
 std::byte* Matrix::block(int64_t output, int64_t index) {
-  return buffer_.data() + output / kPanelColumns * panels_.panel_bytes() + index * panel_block_bytes(panels_.encoding);
+  return memory_.get() + output / kPanelColumns * panels_.panel_bytes() + index * panel_block_bytes(panels_.encoding);
 }
 
 void Matrix::pack_row(int64_t output, Source source, const uint8_t* row) {

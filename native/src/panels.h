@@ -3,17 +3,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
 
 #include "types.h"
 
 namespace giveway {
 
-// Memory aligned to 64 bytes, zeroed, given back with the object.
+// Memory aligned to 64 bytes, given back with the object; from 2 MiB up in huge pages where the system has them.
 class AlignedBuffer {
  public:
   AlignedBuffer() = default;
-  explicit AlignedBuffer(int64_t num_bytes);
+  explicit AlignedBuffer(int64_t num_bytes);  // zeroed
+  static AlignedBuffer uninitialized(int64_t num_bytes);
   AlignedBuffer(AlignedBuffer&& other) noexcept : data_(other.data_), size_(other.size_) {
     other.data_ = nullptr, other.size_ = 0;
   }
@@ -30,6 +32,10 @@ class AlignedBuffer {
   int64_t size_ = 0;
 };
 
+// Zeroed memory of one matrix, aligned to 64 bytes. Small matrices share huge pages: a step reads all of them once, and
+// with pages of 4 KiB looks up an address for every 6,500 weights.
+std::shared_ptr<std::byte> matrix_memory(int64_t num_bytes);
+
 // How a tensor is stored in a file; the block formats are those of ggml (giveway/runtime/weights/dequantize.py).
 enum class Source : int { f32, f16, bf16, q8_0, q4_0, q4_1 };
 
@@ -43,6 +49,8 @@ Encoding encoding_of(Source source, Compute compute);
 class Matrix {
  public:
   Matrix(Encoding encoding, int64_t num_outputs, int64_t num_inputs);
+  Matrix(Matrix&&) = default;
+  Matrix(const Matrix&) = delete;
 
   // Packs one stored row as output `output`. The source must be one that encoding_of gives this matrix's encoding for,
   // or any source when the encoding is f32 or bf16.
@@ -53,7 +61,7 @@ class Matrix {
  private:
   std::byte* block(int64_t output, int64_t index);
 
-  AlignedBuffer buffer_;
+  std::shared_ptr<std::byte> memory_;
   Panels panels_;
 };
 

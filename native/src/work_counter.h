@@ -19,25 +19,44 @@ inline int64_t choose_piece(int64_t total, int64_t granularity, int64_t num_thre
   return rounded_up(std::max<int64_t>((total + num_pieces - 1) / num_pieces, 1), granularity);
 }
 
+// One of the threads that share a stage.
+struct Member {
+  int index, count;
+};
+inline constexpr Member kOneOrder{0, 1};  // whoever comes next takes what comes next
+
 // Not a barrier: whoever finds no work left waits until every piece is *done*, not until every thread has come. So a
 // thread that another process has pushed off its core holds nobody up unless it stopped in the middle of a piece; when
 // it comes back it walks through the finished stages and joins the others. A step has hundreds of stages: on busy
 // cores, barriers made it tens of times slower.
+//
+// Every thread has a span of its own and takes its pieces in order; one that is through helps with the others' spans.
+// So what it reads next mostly lies behind what it has read, where prefetching looks: with pieces from one common
+// order, products with one row took a tenth longer.
 class alignas(64) WorkCounter {
  public:
   void reset() {
-    next_.store(0, std::memory_order_relaxed);
+    for (auto& next : taken_) next.store(0, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
   }
 
   // Calls work(first, last) for pieces of [0, total) of `piece` until none is left; returns when all are done. What one
-  // thread wrote in its pieces is then visible to all.
+  // thread wrote in its pieces is then visible to all. Members must agree on everything but their index, except that
+  // all may come as kOneOrder.
   template <typename Work>
-  void share(int64_t total, int64_t piece, Work work) {
-    for (int64_t first; (first = next_.fetch_add(piece, std::memory_order_relaxed)) < total;) {
-      const int64_t last = std::min(first + piece, total);
-      work(first, last);
-      done_.fetch_add(last - first, std::memory_order_release);
+  void share(int64_t total, int64_t piece, Member member, Work work) {
+    const int64_t num_pieces = (total + piece - 1) / piece;
+    const int64_t num_spans = std::clamp<int64_t>(num_pieces, 1, std::min(member.count, kMaxSpans));
+    for (int64_t turn = 0; turn < num_spans; ++turn) {
+      const int64_t span = (member.index + turn) % num_spans;
+      const int64_t begin = num_pieces * span / num_spans * piece;
+      const int64_t end = std::min(num_pieces * (span + 1) / num_spans * piece, total);
+      auto& taken = taken_[span];
+      for (int64_t first; (first = begin + taken.fetch_add(piece, std::memory_order_relaxed)) < end;) {
+        const int64_t last = std::min(first + piece, end);
+        work(first, last);
+        done_.fetch_add(last - first, std::memory_order_release);
+      }
     }
     for (int turn = 0; done_.load(std::memory_order_acquire) < total; ++turn) {
       if (turn < kSpinTurns) {
@@ -50,6 +69,7 @@ class alignas(64) WorkCounter {
 
  private:
   static constexpr int kSpinTurns = 1000;  // some ten microseconds
+  static constexpr int kMaxSpans = 8;      // as many as a cache line holds; further threads have a span in common
 
   static void pause() {
 #if defined(GIVEWAY_X86)
@@ -57,7 +77,7 @@ class alignas(64) WorkCounter {
 #endif
   }
 
-  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> taken_[kMaxSpans]{};  // of each span
   alignas(64) std::atomic<int64_t> done_{0};
 };
 

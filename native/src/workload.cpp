@@ -42,9 +42,10 @@ double Workload::run(int64_t num_turns, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
   {
     const uint32_t state = kernels_.enter();
-    std::byte* own = scratch.data() + omp_get_thread_num() * scratch_bytes_;
+    const Member member{omp_get_thread_num(), omp_get_num_threads()};
+    std::byte* own = scratch.data() + member.index * scratch_bytes_;
     for (int64_t turn = 0; turn < num_turns; ++turn)
-      turns[static_cast<size_t>(turn)].share(sharing_.total, piece, [&](int64_t first, int64_t last) {
+      turns[static_cast<size_t>(turn)].share(sharing_.total, piece, member, [&](int64_t first, int64_t last) {
         compute(num_turns_done_ + turn, first, last, own);
       });
     kernels_.leave(state);

@@ -159,6 +159,20 @@ def test_encoded_weights_give_the_bits_of_unpacked_ones(encoding: str, compute: 
         assert same_bits(kernels.multiply(x, weights.matrix, compute=compute, isa=isa), wanted)
 
 
+def test_matrices_that_lie_in_the_same_pages_come_and_go_one_by_one() -> None:
+    # Goal: small matrices share huge pages; one that goes takes nothing with it, and a new one overwrites nobody.
+    x = normal(2, 96, seed=20)
+    rng = np.random.default_rng(21)
+    alive: dict[int, tuple[Weights, Floats]] = {}
+    for number in range(300):  # 60 MiB in all, of which a third is alive at a time
+        weights = Weights("F32", normal(int(rng.integers(1, 1024)), 96, seed=number))
+        alive[number] = weights, kernels.multiply(x, weights.matrix)
+        if len(alive) > 100:
+            del alive[int(rng.choice(list(alive)))]
+    for weights, wanted in alive.values():
+        assert same_bits(kernels.multiply(x, weights.matrix), wanted)
+
+
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_threads_share_out_panels_and_change_nothing(compute: str, isa: str) -> None:
