@@ -358,7 +358,7 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
   for (int64_t stage = 0; stage <= kStagesOfLayer * shape_.num_layers; ++stage)
     stages_[static_cast<size_t>(stage)].reset();
 #pragma omp parallel num_threads(num_threads)
-  Worker(*this, batch, pool, {omp_get_thread_num(), omp_get_num_threads()}).run();
+  Worker(*this, batch, pool, this_member()).run();
   num_rows_ = batch.num_rows;
 }
 
@@ -381,7 +381,7 @@ void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int
   {
     const uint32_t state = kernels_.enter();
     const float* hidden = reinterpret_cast<const float*>(hidden_.data());
-    const Member member{omp_get_thread_num(), omp_get_num_threads()};
+    const Member member = this_member();
     norms.share(num_rows, choose_piece(num_rows, 1, member.count), member, [&](int64_t first, int64_t last) {
       for (int64_t index = first; index < last; ++index)
         kernels_.rms_norm(hidden + rows[index] * hidden_stride(), weights_.final_norm.data(), shape_.hidden_size,

@@ -1,6 +1,7 @@
 // How threads share the work of one stage and find out that it is done.
 #pragma once
 
+#include <omp.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -23,6 +24,7 @@ inline int64_t choose_piece(int64_t total, int64_t granularity, int64_t num_thre
 struct Member {
   int index, count;
 };
+inline Member this_member() { return {omp_get_thread_num(), omp_get_num_threads()}; }
 inline constexpr Member kOneOrder{0, 1};  // whoever comes next takes what comes next
 
 // Not a barrier: whoever finds no work left waits until every piece is *done*, not until every thread has come. So a
@@ -32,7 +34,7 @@ inline constexpr Member kOneOrder{0, 1};  // whoever comes next takes what comes
 //
 // Every thread has a span of its own and takes its pieces in order; one that is through helps with the others' spans.
 // So what it reads next mostly lies behind what it has read, where prefetching looks: with pieces from one common
-// order, products with one row took a tenth longer.
+// order, products with one row took longer.
 class alignas(64) WorkCounter {
  public:
   void reset() {

@@ -42,7 +42,7 @@ double Workload::run(int64_t num_turns, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
   {
     const uint32_t state = kernels_.enter();
-    const Member member{omp_get_thread_num(), omp_get_num_threads()};
+    const Member member = this_member();
     std::byte* own = scratch.data() + member.index * scratch_bytes_;
     for (int64_t turn = 0; turn < num_turns; ++turn)
       turns[static_cast<size_t>(turn)].share(sharing_.total, piece, member, [&](int64_t first, int64_t last) {

@@ -131,7 +131,7 @@ class Edge:
         if path in self._upload_paths or not length.isdigit() or int(length[:19]) <= self._max_body_bytes:
             return
         if headers.get("expect", "").lower() != "100-continue":  # who asks first has not sent anything yet
-            await pass_over(pieces_of(receive), max_bytes=_PASS_OVER_BYTES, wait_s=_PASS_OVER_S, pause_s=_PAUSE_S)
+            await _pass_over(receive)
         raise _too_large(self._max_body_bytes)
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
@@ -158,13 +158,15 @@ class Edge:
                 has_all = not message.get("more_body", False)
                 if limit is not None and num_bytes > limit:
                     if not has_all:
-                        await pass_over(
-                            pieces_of(receive), max_bytes=_PASS_OVER_BYTES, wait_s=_PASS_OVER_S, pause_s=_PAUSE_S
-                        )
+                        await _pass_over(receive)
                     raise HTTPException(413, _too_large(limit).message, {"Connection": "close"})
             return message
 
         return receive_bounded
+
+
+async def _pass_over(receive: Receive) -> None:
+    await pass_over(pieces_of(receive), max_bytes=_PASS_OVER_BYTES, wait_s=_PASS_OVER_S, pause_s=_PAUSE_S)
 
 
 def _too_many(limit: int) -> ApiError:
