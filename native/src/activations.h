@@ -10,7 +10,7 @@ GW_INLINE void store_activations(void* row, int64_t index, Compute compute, v16 
   if (compute == Compute::f32) {
     store(static_cast<float*>(row) + index, values);
   } else if constexpr (kPacksBf16) {
-    store_bf16(static_cast<uint16_t*>(row) + index, round_bf16(values));
+    store_rounded(static_cast<uint16_t*>(row) + index, values);
   } else {
     store(static_cast<float*>(row) + index, round_bf16(values));
   }

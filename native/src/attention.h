@@ -53,7 +53,7 @@ static QueryTile<compute> lay_out(Scratch& scratch, int64_t num_tokens, int64_t 
   tile.weights = scratch.take<Operand<compute>>(num_rows * kPieceTokens);
   tile.out = scratch.take<float>(num_rows * head_size);
   tile.largest = scratch.take<float>(tile.num_rows);
-  tile.sums = scratch.take<float>(tile.num_rows);
+  tile.sums = scratch.take<float>(tile.num_rows * kLanes);
   return tile;
 }
 
@@ -78,8 +78,15 @@ GW_INLINE v16 seen_lanes(int64_t first, int64_t last, int panel, v16 values, v16
   return first_lanes(within(first), others, first_lanes(within(last), values, others));
 }
 
-GW_INLINE void store_operands(float* at, v16 values) { store(at, values); }
-GW_INLINE void store_operands(uint16_t* at, v16 rounded) { store_bf16(at, rounded); }
+// Weights of values, as the product takes them.
+template <Compute compute>
+GW_INLINE void store_weights(Operand<compute>* at, v16 weights) {
+  if constexpr (std::is_same_v<Operand<compute>, uint16_t>) {
+    store_rounded(at, weights);
+  } else {
+    store(at, compute == Compute::bf16 ? round_bf16(weights) : weights);
+  }
+}
 
 // Turns a row's scores of a piece into the weights of its values and corrects what the row has gathered. Positions of
 // the piece that the row sees: [first, last).
@@ -91,28 +98,31 @@ static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args,
   v16 piece[kPiecePanels];
   v16 largest = broadcast(kUnseen);
   for (int panel = 0; panel < kPiecePanels; ++panel) {
-    v16 score = mul(load(scores + panel * kLanes), broadcast(args.scale));
-    if (args.soft_cap > 0.0f) score = capped(score, broadcast(args.soft_cap));
+    v16 score = load(scores + panel * kLanes);
+    if (args.soft_cap > 0.0f) score = capped(mul(score, broadcast(args.scale)), broadcast(args.soft_cap));
     if (!sees_all) score = seen_lanes(first, last, panel, score, broadcast(kUnseen));
     largest = max(largest, score);
     piece[panel] = score;
   }
+  // Weights are powers of 2, not of e; the largest score is taken away first, so that its weight is exactly 1.
+  const v16 exponent = broadcast((args.soft_cap > 0.0f ? 1.0f : args.scale) * 1.44269504f);
   const float before = tile.largest[row], of_piece = largest_lane(largest);
-  const float now = of_piece > before ? of_piece : before;
-  v16 sum = zero();
-  for (int panel = 0; panel < kPiecePanels; ++panel) {
-    v16 weight = exp(sub(piece[panel], broadcast(now)));
-    if (!sees_all) weight = seen_lanes(first, last, panel, weight, zero());
-    sum = add(sum, weight);
-    store_operands(tile.weights + row * kPieceTokens + panel * kLanes,
-                   compute == Compute::bf16 ? round_bf16(weight) : weight);
+  const v16 now = broadcast(of_piece > before ? of_piece : before);
+  v16 sums = load(tile.sums + row * kLanes);
+  if (of_piece > before) {
+    const v16 correction = exp2_of_nonpositive(mul(sub(broadcast(before), now), exponent));
+    tile.largest[row] = of_piece;
+    sums = mul(sums, correction);
+    float* out = tile.out + row * tile.head_size;
+    for (int64_t d = 0; d < tile.head_size; d += kLanes) store(out + d, mul(load(out + d), correction));
   }
-  const v16 correction = exp(broadcast(before - now));
-  tile.largest[row] = now;
-  tile.sums[row] = tile.sums[row] * first_lane(correction) + sum_of_lanes(sum);
-  if (before == now) return;  // the correction is 1
-  float* out = tile.out + row * tile.head_size;
-  for (int64_t d = 0; d < tile.head_size; d += kLanes) store(out + d, mul(load(out + d), correction));
+  for (int panel = 0; panel < kPiecePanels; ++panel) {
+    v16 weight = exp2_of_nonpositive(mul(sub(piece[panel], now), exponent));
+    if (!sees_all) weight = seen_lanes(first, last, panel, weight, zero());
+    sums = add(sums, weight);
+    store_weights<compute>(tile.weights + row * kPieceTokens + panel * kLanes, weight);
+  }
+  store(tile.sums + row * kLanes, sums);
 }
 
 // Start of layer's and head's keys of the panel that holds a position; its values lie half_bytes() further.
@@ -146,11 +156,13 @@ static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& arg
   Piece piece{};
   piece.start = number * kPieceTokens;
   const int64_t last = tile.first_token + tile.num_tokens() - 1;
-  piece.any = rows_that_see(tile, args.window, piece.start, piece.start + kPieceTokens - 1);
+  piece.rows = rows_that_see(tile, args.window, piece.start, piece.start + kPieceTokens - 1);
   for (int panel = 0; panel < kPiecePanels; ++panel) {
     const int64_t first = piece.start + panel * kKvPanel;
-    piece.rows[panel] = rows_that_see(tile, args.window, first, first + kKvPanel - 1);
-    if (piece.rows[panel].begin == piece.rows[panel].end) continue;
+    const RowRange rows = rows_that_see(tile, args.window, first, first + kKvPanel - 1);
+    if (rows.begin == rows.end) continue;
+    if (piece.end == 0) piece.begin = panel;
+    piece.end = panel + 1;
     piece.keys[panel] = panel_at(args, first);
     piece.values[panel] = piece.keys[panel] + args.layout.half_bytes();
     if (first + kPieceTokens <= last) piece.ahead[panel] = panel_at(args, first + kPieceTokens) - piece.keys[panel];
@@ -162,7 +174,7 @@ template <Compute compute>
 static void attend_piece(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t number) {
   const Piece piece = find_piece(tile, args, number);
   score_piece(tile, piece);
-  const RowRange rows = rows_touched(piece.any);
+  const RowRange rows = rows_touched(piece.rows);
   for (int64_t row = rows.begin; row < std::min(rows.end, tile.num_rows); ++row) {
     const int64_t position = tile.position(row) - piece.start;
     weigh_row(tile, args, row, args.window > 0 ? position - args.window + 1 : 0, position + 1);
@@ -183,7 +195,8 @@ static QueryTile<compute> open_tile(const AttentionArgs& args, int64_t first_row
     std::memcpy(tile.queries + token * width, queries + token * args.query_stride + args.kv_head * width,
                 static_cast<size_t>(width) * sizeof(Operand<compute>));
   std::memset(tile.out, 0, static_cast<size_t>(num_tokens * width) * sizeof(float));
-  for (int64_t row = 0; row < tile.num_rows; ++row) tile.largest[row] = kUnseen, tile.sums[row] = 0.0f;
+  for (int64_t row = 0; row < tile.num_rows; ++row) tile.largest[row] = kUnseen;
+  std::memset(tile.sums, 0, static_cast<size_t>(tile.num_rows * kLanes) * sizeof(float));
   return tile;
 }
 
@@ -196,7 +209,7 @@ static void close_tile(const QueryTile<compute>& tile, const AttentionArgs& args
   for (int64_t row = 0; row < tile.num_rows; ++row) {
     auto* target = rows + row / group * args.out_stride;
     const int64_t first = (args.kv_head * group + row % group) * size;
-    const v16 sum = broadcast(tile.sums[row]);
+    const v16 sum = broadcast(sum_of_lanes(load(tile.sums + row * kLanes)));
     for (int64_t d = 0; d < size; d += kLanes)
       store_activations(target, first + d, compute, add(div(load(tile.out + row * size + d), sum), zero()));
     const bool is_last = args.kv_head + 1 == args.layout.num_kv_heads && row % group + 1 == group;

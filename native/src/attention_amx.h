@@ -121,14 +121,14 @@ static void add_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, int64
 template <>
 void score_piece<Compute::bf16>(const QueryTile<Compute::bf16>& tile, const Piece& piece) {
   keep_order();
-  const RowRange rows = rows_touched(piece.any);
+  const RowRange rows = rows_touched(piece.rows);
   for (int64_t row = rows.begin; row < rows.end; row += kRowsTogether) score_sixteen(tile, row, piece);
 }
 
 template <>
 void add_piece<Compute::bf16>(const QueryTile<Compute::bf16>& tile, const Piece& piece) {
   keep_order();
-  const RowRange rows = rows_touched(piece.any);
+  const RowRange rows = rows_touched(piece.rows);
   for (int64_t row = rows.begin; row < rows.end; row += kRowsTogether)
     for (int64_t d = 0; d < tile.head_size; d += 4 * kLanes) add_sixteen(tile, row, d, piece);
 }

@@ -6,6 +6,7 @@
 
 #include "activations.h"
 #include "kernels.h"
+#include "register_tile.h"
 
 namespace giveway::GW_SET {
 
@@ -24,8 +25,8 @@ struct QueryTile {
   float* scores;              // [rows][kPieceTokens], not yet scaled
   Operand<compute>* weights;  // [rows][kPieceTokens]
   float* out;                 // [rows][head size], not yet divided
-  float* largest;             // [rows] score so far
-  float* sums;                // [rows] of the weights so far
+  float* largest;             // [rows] score so far, not yet scaled unless it was capped
+  float* sums;                // [rows][kLanes] of the weights so far, lane by lane
 
   int64_t position(int64_t row) const { return first_token + row / group_size; }
   int64_t num_tokens() const { return num_rows / group_size; }
@@ -38,11 +39,11 @@ struct RowRange {
 // One piece of positions as a tile sees it.
 struct Piece {
   int64_t start;                        // its first position
-  const std::byte* keys[kPiecePanels];  // null: no row of the tile sees the panel
+  int begin, end;                       // panels that any row of the tile sees
+  const std::byte* keys[kPiecePanels];  // null: none sees it
   const std::byte* values[kPiecePanels];
   int64_t ahead[kPiecePanels];  // bytes to the same panel of the next piece; 0: there is none yet
-  RowRange rows[kPiecePanels];  // that see any position of the panel
-  RowRange any;                 // that see any position of the piece
+  RowRange rows;                // that see any position of the piece
 };
 
 // Rows whose products are made together, those that do not see the piece too: then their weights must be zero.
@@ -57,122 +58,149 @@ constexpr RowRange rows_touched(RowRange rows) {
   return {rows.begin, rows.begin + (rows.end - rows.begin + kRowsTogether - 1) / kRowsTogether * kRowsTogether};
 }
 
-// Walks through the pairs of inputs of a panel of keys (inputs: dimensions, lanes: positions) or of values (positions,
-// dimensions).
-template <Compute compute>
-struct PairsOfPanel {
-  const std::byte* at;
+// Panels of keys (inputs: dimensions, lanes: positions) or of values (positions, dimensions) that are multiplied side
+// by side, pair of inputs by pair of inputs.
+template <Compute compute, int count>
+struct PanelsAbreast {
+  const std::byte* at[count];
+  int64_t ahead[count];           // to the same panel of the next piece
   int64_t pair_bytes, odd_bytes;  // to the next pair; float32 only: from the even to the odd input
-  int64_t ahead;                  // to the same panel of the next piece
 
-  GW_INLINE PairsOfPanel keys(const std::byte* panel, int64_t ahead) {
+  GW_INLINE PanelsAbreast keys(const Piece& piece, int first_panel) {
     constexpr int64_t row = kKvPanel * 4;  // one dimension as float32, or a pair as bfloat16
-    return {panel, compute == Compute::f32 ? 2 * row : row, row, ahead};
+    PanelsAbreast panels{{}, {}, compute == Compute::f32 ? 2 * row : row, row};
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i)
+      panels.at[i] = piece.keys[first_panel + i], panels.ahead[i] = piece.ahead[first_panel + i];
+    return panels;
   }
-  GW_INLINE PairsOfPanel values(const std::byte* panel, int64_t ahead, int64_t head_size, int64_t first_dimension) {
+  // Vectors of dimensions of one panel, from `first_dimension` on.
+  GW_INLINE PanelsAbreast values(const Piece& piece, int panel, int64_t head_size, int64_t first_dimension) {
     const int64_t row = head_size * 4;
-    return {panel + first_dimension * 4, compute == Compute::f32 ? 2 * row : row, row, ahead};
+    PanelsAbreast panels{{}, {}, compute == Compute::f32 ? 2 * row : row, row};
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i)
+      panels.at[i] = piece.values[panel] + (first_dimension + i * kLanes) * 4, panels.ahead[i] = piece.ahead[panel];
+    return panels;
   }
-  [[gnu::always_inline]] inline v16 even() const {
-    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at)).even;
-    return load(reinterpret_cast<const float*>(at));
+  [[gnu::always_inline]] inline v16 even(int panel, int64_t offset) const {
+    const std::byte* pair = at[panel] + offset;
+    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(pair)).even;
+    return load(reinterpret_cast<const float*>(pair));
   }
-  [[gnu::always_inline]] inline v16 odd() const {
-    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(at)).odd;
-    return load(reinterpret_cast<const float*>(at + odd_bytes));
+  [[gnu::always_inline]] inline v16 odd(int panel, int64_t offset) const {
+    const std::byte* pair = at[panel] + offset;
+    if constexpr (compute == Compute::bf16) return load_bf16_pairs(reinterpret_cast<const uint16_t*>(pair)).odd;
+    return load(reinterpret_cast<const float*>(pair + odd_bytes));
   }
   // Asks for the pair that lies there in the next piece, into the second cache: a piece fills the first. Left to itself
   // the processor sees too late where the next block is.
-  [[gnu::always_inline]] inline void fetch_ahead() const {
-    __builtin_prefetch(at + ahead, 0, 2);
-    if constexpr (compute == Compute::f32) __builtin_prefetch(at + odd_bytes + ahead, 0, 2);
+  [[gnu::always_inline]] inline void fetch_ahead(int64_t offset) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) {
+      __builtin_prefetch(at[i] + ahead[i] + offset, 0, 2);
+      if constexpr (compute == Compute::f32) __builtin_prefetch(at[i] + ahead[i] + offset + odd_bytes, 0, 2);
+    }
   }
 };
 
 // The compiler moves no load or store past this place.
 GW_INLINE void keep_order() { __asm__ volatile("" ::: "memory"); }
 
-// Rows whose products are made at once. Their sums must stay in registers, and there must be enough of them to hide the
-// latency of multiply-add.
+// Rows and panels whose products are made at once. Their sums must stay in registers, and there must be enough of them
+// to hide the latency of multiply-add: sums of float32 products are two each, those of pairs one.
 #if defined(__AVX512F__)
-inline constexpr int kProductRows = 8;
+inline constexpr int kPanelsAbreast = 4;
+template <Compute compute>
+inline constexpr int kProductRows = std::is_same_v<Operand<compute>, float> ? 3 : 6;
 #elif defined(__AVX2__)
+inline constexpr int kPanelsAbreast = 1;
+template <Compute compute>
 inline constexpr int kProductRows = 3;
 #else
+inline constexpr int kPanelsAbreast = 1;
+template <Compute compute>
 inline constexpr int kProductRows = 1;
 #endif
 
-// One block of products of `rows` rows: total + (even + odd).
-template <int rows, int num_pairs, bool fetches, Compute compute>
-GW_INLINE void add_block(const float* x, int64_t x_stride, PairsOfPanel<compute> panel, v16 (&totals)[rows]) {
-  v16 even[rows], odd[rows];
+// One block of products, of which `offset` is the first pair: totals + (even + odd).
+template <int rows, int count, int num_pairs, bool fetches, Compute compute>
+GW_INLINE void add_block(const float* x, int64_t x_stride, const PanelsAbreast<compute, count>& panels, int64_t offset,
+                         v16 (&totals)[rows][count]) {
+  v16 even[rows][count], odd[rows][count];
+  clear(even), clear(odd);
+  const auto add_input = [&](int64_t input, v16(&sums)[rows][count], auto lanes_of) {
+    v16 lanes[count];
+#pragma GCC unroll 4
+    for (int panel = 0; panel < count; ++panel) lanes[panel] = lanes_of(panel);
 #pragma GCC unroll 8
-  for (int row = 0; row < rows; ++row) even[row] = odd[row] = zero();
-  for (int pair = 0; pair < num_pairs; ++pair) {
-    // One half of the pair after the other: with the lanes of both, AVX2 would have too few registers for the sums.
-    v16 lanes = panel.even();
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row) even[row] = fma(broadcast(x[row * x_stride + 2 * pair]), lanes, even[row]);
-    keep_order();
-    lanes = panel.odd();
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row) odd[row] = fma(broadcast(x[row * x_stride + 2 * pair + 1]), lanes, odd[row]);
-    keep_order();
-    if constexpr (fetches) panel.fetch_ahead();
-    panel.at += panel.pair_bytes;
+    for (int row = 0; row < rows; ++row) {
+      const v16 value = broadcast(x[row * x_stride + input]);
+#pragma GCC unroll 4
+      for (int panel = 0; panel < count; ++panel) sums[row][panel] = fma(value, lanes[panel], sums[row][panel]);
+    }
+    keep_order();  // one half of the pair after the other: with the lanes of both there are too few registers
+  };
+  for (int pair = 0; pair < num_pairs; ++pair, offset += panels.pair_bytes) {
+    add_input(2 * pair, even, [&](int panel) { return panels.even(panel, offset); });
+    add_input(2 * pair + 1, odd, [&](int panel) { return panels.odd(panel, offset); });
+    if constexpr (fetches) panels.fetch_ahead(offset);
   }
-#pragma GCC unroll 8
-  for (int row = 0; row < rows; ++row) totals[row] = add(totals[row], add(even[row], odd[row]));
+  for_each_sum<rows, count>([&](int row, int panel) {
+    totals[row][panel] = add(totals[row][panel], add(even[row][panel], odd[row][panel]));
+  });
 }
 
 #if defined(__AVX512BF16__)
 // The same by an instruction that multiplies pairs; it adds them in an order of its own, one chain through all blocks.
-template <int rows, int num_pairs, bool fetches, Compute compute>
-GW_INLINE void add_block(const uint16_t* x, int64_t x_stride, PairsOfPanel<compute> panel, v16 (&totals)[rows]) {
-  for (int pair = 0; pair < num_pairs; ++pair) {
-    const __m512i lanes = _mm512_loadu_si512(panel.at);
+template <int rows, int count, int num_pairs, bool fetches, Compute compute>
+GW_INLINE void add_block(const uint16_t* x, int64_t x_stride, const PanelsAbreast<compute, count>& panels,
+                         int64_t offset, v16 (&totals)[rows][count]) {
+  for (int pair = 0; pair < num_pairs; ++pair, offset += panels.pair_bytes) {
+    __m512i lanes[count];
+#pragma GCC unroll 4
+    for (int panel = 0; panel < count; ++panel) lanes[panel] = load_pairs(panels.at[panel] + offset);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
-      int32_t both;
-      std::memcpy(&both, x + row * x_stride + 2 * pair, sizeof both);
-      totals[row].lanes = _mm512_dpbf16_ps(totals[row].lanes, reinterpret_cast<__m512bh>(lanes),
-                                           reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)));
+      const __m512i both = broadcast_pair(x + row * x_stride + 2 * pair);
+#pragma GCC unroll 4
+      for (int panel = 0; panel < count; ++panel)
+        totals[row][panel] = add_pair_products(totals[row][panel], both, lanes[panel]);
     }
-    if constexpr (fetches) panel.fetch_ahead();
-    panel.at += panel.pair_bytes;
+    if constexpr (fetches) panels.fetch_ahead(offset);
   }
 }
 #endif
 
-// Scores of `rows` rows and the 16 positions of a panel of keys.
-template <int rows, bool fetches, Compute compute>
-static void score_panel(const QueryTile<compute>& tile, int64_t row, PairsOfPanel<compute> panel, float* scores) {
-  v16 totals[rows];
-#pragma GCC unroll 8
-  for (int i = 0; i < rows; ++i) totals[i] = zero();
+// Scores of `rows` rows and the positions of `count` panels of keys.
+template <int rows, int count, bool fetches, Compute compute>
+static void score_rows(const QueryTile<compute>& tile, const Piece& piece, int64_t row, int first_panel) {
+  const auto panels = PanelsAbreast<compute, count>::keys(piece, first_panel);
+  v16 totals[rows][count];
+  clear(totals);
   const auto* queries = tile.queries + row * tile.head_size;
-  int64_t d = 0;
-  for (; d + kBlockK <= tile.head_size; d += kBlockK, panel.at += kBlockK / 2 * panel.pair_bytes)
-    add_block<rows, kBlockK / 2, fetches>(queries + d, tile.head_size, panel, totals);
-  if (d < tile.head_size) add_block<rows, kBlockK / 4, fetches>(queries + d, tile.head_size, panel, totals);
-#pragma GCC unroll 8
-  for (int i = 0; i < rows; ++i) store(scores + (row + i) * kPieceTokens, totals[i]);
+  int64_t d = 0, offset = 0;
+  for (; d + kBlockK <= tile.head_size; d += kBlockK, offset += kBlockK / 2 * panels.pair_bytes)
+    add_block<rows, count, kBlockK / 2, fetches>(queries + d, tile.head_size, panels, offset, totals);
+  if (d < tile.head_size)
+    add_block<rows, count, kBlockK / 4, fetches>(queries + d, tile.head_size, panels, offset, totals);
+  float* scores = tile.scores + row * kPieceTokens + first_panel * kKvPanel;
+  for_each_sum<rows, count>(
+      [&](int i, int panel) { store(scores + i * kPieceTokens + panel * kKvPanel, totals[i][panel]); });
 }
 
-// Adds the values of the 16 positions of a panel, weighted, to `rows` rows.
-template <int rows, bool fetches, Compute compute>
-static void add_panel(const QueryTile<compute>& tile, int64_t row, const Operand<compute>* weights,
-                      const std::byte* values, int64_t ahead) {
-  float* out = tile.out + row * tile.head_size;
-  for (int64_t d = 0; d < tile.head_size; d += kLanes) {
-    v16 totals[rows];
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i) totals[i] = load(out + i * tile.head_size + d);
-    const auto panel = PairsOfPanel<compute>::values(values, ahead, tile.head_size, d);
-    add_block<rows, kKvPanel / 2, fetches>(weights + row * kPieceTokens, kPieceTokens, panel, totals);
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i) store(out + i * tile.head_size + d, totals[i]);
+// Adds the values of the piece, weighted, to `rows` rows: `count` vectors of dimensions from `d` on.
+template <int rows, int count, bool fetches, Compute compute>
+static void add_rows(const QueryTile<compute>& tile, const Piece& piece, int64_t row, int64_t d) {
+  float* out = tile.out + row * tile.head_size + d;
+  v16 totals[rows][count];
+  for_each_sum<rows, count>([&](int i, int part) { totals[i][part] = load(out + i * tile.head_size + part * kLanes); });
+  for (int panel = piece.begin; panel < piece.end; ++panel) {
+    const auto panels = PanelsAbreast<compute, count>::values(piece, panel, tile.head_size, d);
+    add_block<rows, count, kKvPanel / 2, fetches>(tile.weights + row * kPieceTokens + panel * kKvPanel, kPieceTokens,
+                                                  panels, 0, totals);
   }
+  for_each_sum<rows, count>([&](int i, int part) { store(out + i * tile.head_size + part * kLanes, totals[i][part]); });
 }
 
 // Calls function(count, is_first, first row), count and is_first constants, count at most `most`, for all rows.
@@ -188,28 +216,31 @@ GW_INLINE void in_groups(RowRange rows, Function function) {
   }
 }
 
-// Panel by panel, not row by row: one panel and all rows of the tile fit into the first cache. The first rows of a
-// panel fetch what comes next.
+// Calls function(count, first), count a constant of at most `most`, for parts of [first, last).
+template <int most, typename Function>
+GW_INLINE void in_parts(int first, int last, Function function) {
+  for (; first + most <= last; first += most) function(std::integral_constant<int, most>(), first);
+  if constexpr (most > 1) in_parts<most - 1>(first, last, function);
+}
+
+// Some panels with all rows, then the next: they and all rows of the tile fit into the first cache. The first rows
+// fetch what comes next.
 template <Compute compute>
 static void score_piece(const QueryTile<compute>& tile, const Piece& piece) {
-  for (int panel = 0; panel < kPiecePanels; ++panel) {
-    if (piece.keys[panel] == nullptr) continue;
-    in_groups<kProductRows, true>(piece.rows[panel], [&](auto count, auto is_first, int64_t row) {
-      const auto keys = PairsOfPanel<compute>::keys(piece.keys[panel], piece.ahead[panel]);
-      score_panel<count, is_first, compute>(tile, row, keys, tile.scores + panel * kKvPanel);
+  in_parts<kPanelsAbreast>(piece.begin, piece.end, [&](auto count, int first_panel) {
+    in_groups<kProductRows<compute>, true>(piece.rows, [&](auto rows, auto is_first, int64_t row) {
+      score_rows<rows, count, is_first, compute>(tile, piece, row, first_panel);
     });
-  }
+  });
 }
 
 template <Compute compute>
 static void add_piece(const QueryTile<compute>& tile, const Piece& piece) {
-  for (int panel = 0; panel < kPiecePanels; ++panel) {
-    if (piece.keys[panel] == nullptr) continue;
-    in_groups<kProductRows, true>(piece.rows[panel], [&](auto count, auto is_first, int64_t row) {
-      add_panel<count, is_first, compute>(tile, row, tile.weights + panel * kKvPanel, piece.values[panel],
-                                          piece.ahead[panel]);
+  in_parts<kPanelsAbreast>(0, static_cast<int>(tile.head_size / kLanes), [&](auto count, int first_vector) {
+    in_groups<kProductRows<compute>, true>(piece.rows, [&](auto rows, auto is_first, int64_t row) {
+      add_rows<rows, count, is_first, compute>(tile, piece, row, first_vector * kLanes);
     });
-  }
+  });
 }
 
 }  // namespace giveway::GW_SET

@@ -54,7 +54,7 @@ double read_peak(const InArray<uint8_t, 1>& buffer, const std::string& isa, int 
 #pragma omp parallel num_threads(num_threads)
   {
     const uint32_t state = kernels.enter();
-    pieces.share(num_pieces, 1, this_member(), [&](int64_t first, int64_t last) {
+    pieces.share({num_pieces, 1, 1}, this_member(), [&](int64_t first, int64_t last) {
       kernels.read_peak(data + first * kPieceBytes, (last - first) * kPieceBytes);
     });
     kernels.leave(state);

@@ -10,10 +10,10 @@ constexpr bool is_read_plainly(Encoding encoding) { return encoding == Encoding:
 // Asks for the memory of a block some blocks ahead (panels follow each other). Decoding takes so long per byte that the
 // processor does not look far enough ahead by itself; where weights are not decoded it does, and is only disturbed.
 template <Encoding encoding>
-GW_INLINE void prefetch_ahead(const std::byte* block) {
-  constexpr int64_t kBytesAhead = 4096, kLineBytes = 64;
+GW_INLINE void prefetch_ahead(const std::byte* block, int64_t bytes_ahead = 4096) {
+  constexpr int64_t kLineBytes = 64;
   if constexpr (is_read_plainly(encoding)) return;
-  for (int64_t at = 0; at < panel_block_bytes(encoding); at += kLineBytes) __builtin_prefetch(block + kBytesAhead + at);
+  for (int64_t at = 0; at < panel_block_bytes(encoding); at += kLineBytes) __builtin_prefetch(block + bytes_ahead + at);
 }
 
 // The weights of one panel block that belong to inputs 2 * pair and 2 * pair + 1, rounded if the compute type asks for

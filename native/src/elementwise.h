@@ -101,7 +101,7 @@ static void write_key(const RotateArgs& args, int64_t kv_head, const float* key)
   uint16_t* target = reinterpret_cast<uint16_t*>(panel) + 2 * column;
   for (int64_t i = 0; i < size; i += kLanes) {
     uint16_t rounded[kLanes];
-    store_bf16(rounded, round_bf16(load(key + i)));
+    store_rounded(rounded, load(key + i));
     for (int64_t d = 0; d < kLanes; d += 2) std::memcpy(target + (i + d) * kKvPanel, rounded + d, 4);
   }
 }
@@ -119,7 +119,7 @@ static void write_value(const RotateArgs& args, std::byte* panel, int64_t positi
       continue;
     }
     uint16_t rounded[kLanes];
-    store_bf16(rounded, round_bf16(elements));
+    store_rounded(rounded, elements);
     for (int64_t d = 0; d < kLanes; ++d) pairs[2 * (i + d)] = rounded[d];
   }
 }

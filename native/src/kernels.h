@@ -18,6 +18,13 @@ enum class Epilogue : int {
   gate = 2,   // panels 2j and 2j + 1 are gate and up of the same outputs: out = activation(gate) * up, as activations
 };
 
+// Panels that a piece of work should hold a multiple of: kernels multiply many rows with two panels at once. Few rows
+// leave so little work that it should be shared as finely as it can.
+constexpr int64_t panels_together(int64_t num_rows, Epilogue epilogue) {
+  constexpr int64_t kManyRows = 16;
+  return epilogue == Epilogue::gate || num_rows >= kManyRows ? 2 : 1;
+}
+
 struct MatmulArgs {
   const void* x = nullptr;  // activations [num_rows (buffer: padded to row_multiple)][x_stride]
   int64_t x_stride = 0;     // elements

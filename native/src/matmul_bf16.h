@@ -14,8 +14,19 @@ namespace giveway::GW_SET {
 
 inline constexpr int64_t kPairWords = kBlockK * kPanelColumns;  // 16-bit values of a panel block
 inline constexpr int64_t kBf16ChunkBytes =
-    int64_t{1} << 20;                     // activations that share what was decoded; they stay in the second cache
-inline constexpr int64_t kPartRows = 32;  // rows of a part: what is multiplied at a time
+    int64_t{1} << 20;  // activations that share what was decoded; they stay in the second cache
+#if defined(__AMX_BF16__)
+inline constexpr int64_t kPartRows = 32;  // rows of a part, at most: what is multiplied at a time
+GW_INLINE int64_t choose_part_rows(int64_t) { return kPartRows; }  // whole tiles
+#else
+inline constexpr int64_t kPartRows = 48;
+GW_INLINE int64_t
+choose_part_rows(int64_t num_rows) {  // parts of nearly equal size: a small one keeps a core less busy
+  const int64_t num_parts = (num_rows + kPartRows - 1) / kPartRows;
+  return (num_rows + num_parts - 1) / num_parts;
+}
+#endif
+inline constexpr int64_t kTotalsRow = 2 * kPanelColumns;
 
 // Two panels by all rows of a chunk; weights as [blocks][16 pairs][16 columns][2].
 struct PairStrip {
@@ -77,7 +88,7 @@ static const uint16_t* panel_pairs(const Panels& panels, int64_t panel, uint16_t
 // Scratch: the totals of a part, then two decoded panels.
 static int64_t bf16_scratch_bytes(int64_t num_inputs) {
   const int64_t num_blocks = (num_inputs + kBlockK - 1) / kBlockK;
-  return kPartRows * 2 * kPanelColumns * static_cast<int64_t>(sizeof(float)) + 2 * num_blocks * kPairWords * 2;
+  return kPartRows * kTotalsRow * static_cast<int64_t>(sizeof(float)) + 2 * num_blocks * kPairWords * 2;
 }
 
 // multiply(strip, num_rows) fills the totals of up to kPartRows rows.
@@ -85,11 +96,12 @@ template <typename Multiply>
 GW_INLINE void multiply_bf16(const MatmulArgs& args, Multiply multiply) {
   const Panels& panels = *args.weights;
   float* totals = reinterpret_cast<float*>(args.scratch);
-  uint16_t* decoded = reinterpret_cast<uint16_t*>(totals + kPartRows * 2 * kPanelColumns);
+  uint16_t* decoded = reinterpret_cast<uint16_t*>(totals + kPartRows * kTotalsRow);
   const int64_t fitting = kBf16ChunkBytes / (args.x_stride * 2) / kPartRows * kPartRows;
   const int64_t chunk_rows = std::max(fitting, kPartRows);
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
     const int64_t last = std::min(first + chunk_rows, args.num_rows);
+    const int64_t part_rows = choose_part_rows(last - first);
     for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2) {
       PairStrip strip{nullptr,
                       args.x_stride,
@@ -99,8 +111,8 @@ GW_INLINE void multiply_bf16(const MatmulArgs& args, Multiply multiply) {
                       totals};
       for (int64_t index = 0; index < strip.num_panels; ++index)
         strip.weights[index] = panel_pairs(panels, panel + index, decoded + index * strip.num_blocks * kPairWords);
-      for (int64_t row = first; row < last; row += kPartRows) {
-        const int64_t num_rows = std::min(kPartRows, last - row);
+      for (int64_t row = first; row < last; row += part_rows) {
+        const int64_t num_rows = std::min(part_rows, last - row);
         strip.x = static_cast<const uint16_t*>(args.x) + row * args.x_stride;
         multiply(strip, num_rows);
         finish(args, row, num_rows, panel, strip.num_panels, totals);

@@ -1,64 +1,84 @@
 // Products by VDPBF16PS. Included by kernels_avx512_bf16.cpp only.
 //
-// Order of adding, the same for every number of rows but not that of the other sets: k is cut into blocks of 32; in a
-// block one chain starts from +0 and takes pair after pair, of each pair the odd input first and then the even one,
-// each a fused multiply-add; then the block's sum joins the total. Source: Intel SDM, VDPBF16PS (denormal numbers are
-// taken and given as zero).
+// Order of adding, the same for every number of rows but not that of the other sets: one chain from +0 takes pair after
+// pair of inputs, of each pair the odd input first and then the even one, each a fused multiply-add. Source: Intel SDM,
+// VDPBF16PS (denormal numbers are taken and given as zero).
 #pragma once
 
-#include <cstring>
 #include <utility>
 
 #include "matmul_bf16.h"
+#include "register_tile.h"
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 namespace giveway::GW_SET {
 
-GW_INLINE __m512 dot_pairs(__m512 sums, __m512i weights, const uint16_t* pair) {
-  int both;
-  std::memcpy(&both, pair, sizeof both);
-  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(weights),
-                          reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)));
-}
+inline constexpr int kDotRows = 12;       // rows that two panels of pairs are multiplied with at once
+inline constexpr int kDirectDotRows = 4;  // up to so many rows, weights are decoded in registers for each product
+inline constexpr int kDirectPanels = 4;   // decoded abreast: a single row has no other independent sums
 
-inline constexpr int kDotRows = 8;  // rows that a panel pair is multiplied with at once: 16 chains
+// Adds the products of one pair of inputs of all rows and panels.
+template <int rows, int panels>
+GW_INLINE void add_pair(const uint16_t* x, int64_t x_stride, const __m512i (&weights)[panels],
+                        v16 (&totals)[rows][panels]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) {
+    const __m512i both = broadcast_pair(x + row * x_stride);
+#pragma GCC unroll 4
+    for (int panel = 0; panel < panels; ++panel)
+      totals[row][panel] = add_pair_products(totals[row][panel], both, weights[panel]);
+  }
+}
 
 template <int rows, int panels>
 static void multiply_dots(const PairStrip& strip, int64_t first_row) {
   const uint16_t* x = strip.x + first_row * strip.x_stride;
-  __m512 totals[rows][panels];
-#pragma GCC unroll 8
-  for (int row = 0; row < rows; ++row)
+  const uint16_t* weights[panels];
+  for (int panel = 0; panel < panels; ++panel) weights[panel] = strip.weights[panel];
+  v16 totals[rows][panels];
+  clear(totals);
+  for (int64_t pair = 0; pair < strip.num_blocks * (kBlockK / 2); ++pair) {
+    __m512i pairs[panels];
 #pragma GCC unroll 2
-    for (int panel = 0; panel < panels; ++panel) totals[row][panel] = _mm512_setzero_ps();
-  for (int64_t block = 0; block < strip.num_blocks; ++block, x += kBlockK) {
-    __m512 sums[rows][panels];
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row)
-#pragma GCC unroll 2
-      for (int panel = 0; panel < panels; ++panel) sums[row][panel] = _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < kBlockK / 2; ++pair) {
-#pragma GCC unroll 2
-      for (int panel = 0; panel < panels; ++panel) {
-        const __m512i weights =
-            _mm512_loadu_si512(strip.weights[panel] + (block * (kBlockK / 2) + pair) * 2 * kPanelColumns);
-#pragma GCC unroll 8
-        for (int row = 0; row < rows; ++row)
-          sums[row][panel] = dot_pairs(sums[row][panel], weights, x + row * strip.x_stride + 2 * pair);
-      }
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row)
-#pragma GCC unroll 2
-      for (int panel = 0; panel < panels; ++panel)
-        totals[row][panel] = _mm512_add_ps(totals[row][panel], sums[row][panel]);
+    for (int panel = 0; panel < panels; ++panel) pairs[panel] = load_pairs(weights[panel] + pair * 2 * kPanelColumns);
+    add_pair(x + 2 * pair, strip.x_stride, pairs, totals);
   }
-#pragma GCC unroll 8
-  for (int row = 0; row < rows; ++row)
+  float* out = strip.totals + first_row * kTotalsRow;
+  for_each_sum<rows, panels>(
+      [&](int row, int panel) { store(out + row * kTotalsRow + panel * kPanelColumns, totals[row][panel]); });
+}
+
+// The same with weights that are decoded on the way. totals: [panels / 2, rounded up][rows][2][16].
+template <Encoding encoding, int rows, int panels>
+static void multiply_decoded(const uint16_t* x, int64_t x_stride, const std::byte* data, int64_t panel_bytes,
+                             int64_t num_blocks, float* totals) {
+  v16 sums[rows][panels];
+  clear(sums);
+  for (int64_t index = 0; index < num_blocks; ++index, x += kBlockK, data += panel_block_bytes(encoding)) {
+    PanelBlock<encoding, Compute::f32> blocks[panels];
+#pragma GCC unroll 4
+    for (int panel = 0; panel < panels; ++panel) {
+      prefetch_ahead<encoding>(data + panel * panel_bytes, panels * panel_bytes);
+      blocks[panel] = PanelBlock<encoding, Compute::f32>::open(data + panel * panel_bytes);
+    }
 #pragma GCC unroll 2
-    for (int panel = 0; panel < panels; ++panel)
-      _mm512_storeu_ps(strip.totals + ((first_row + row) * 2 + panel) * kPanelColumns, totals[row][panel]);
+    for (int64_t pair = 0; pair < kBlockK / 2; ++pair) {
+      __m512i pairs[panels];
+#pragma GCC unroll 4
+      for (int panel = 0; panel < panels; ++panel) {
+        if constexpr (encoding == Encoding::bf16) {
+          pairs[panel] = load_pairs(data + panel * panel_bytes + pair * 4 * kPanelColumns);
+        } else {
+          pairs[panel] = as_pairs<encoding>(blocks[panel].pair(pair));
+        }
+      }
+      add_pair(x + 2 * pair, x_stride, pairs, sums);
+    }
+  }
+  for_each_sum<rows, panels>([&](int row, int panel) {
+    store(totals + (panel / 2 * rows + row) * kTotalsRow + panel % 2 * kPanelColumns, sums[row][panel]);
+  });
 }
 
 using DotFunction = void (*)(const PairStrip&, int64_t);
@@ -69,12 +89,73 @@ constexpr DotFunction dot_function(int64_t rows, std::integer_sequence<int, rows
   return functions[rows - 1];
 }
 
+using DecodedFunction = void (*)(const uint16_t*, int64_t, const std::byte*, int64_t, int64_t, float*);
+
+template <Encoding encoding, int panels, int... rows_less_one>
+constexpr DecodedFunction decoded_function(int64_t rows, std::integer_sequence<int, rows_less_one...>) {
+  constexpr DecodedFunction functions[] = {multiply_decoded<encoding, rows_less_one + 1, panels>...};
+  return functions[rows - 1];
+}
+
+template <Encoding encoding>
+static DecodedFunction decoded_function(int64_t rows, int64_t panels) {
+  constexpr auto sizes = std::make_integer_sequence<int, kDirectDotRows>();
+  switch (panels) {
+    case 1:
+      return decoded_function<encoding, 1>(rows, sizes);
+    case 2:
+      return decoded_function<encoding, 2>(rows, sizes);
+    case 3:
+      return decoded_function<encoding, 3>(rows, sizes);
+    default:
+      return decoded_function<encoding, 4>(rows, sizes);
+  }
+}
+
+// How many of `left` panels are decoded abreast; gate and up stay together.
+GW_INLINE int64_t choose_panels(int64_t left, Epilogue epilogue) {
+  if (epilogue != Epilogue::gate && (left == 5 || left == 6)) return 3;
+  return std::min<int64_t>(left, kDirectPanels);
+}
+
+template <Encoding encoding>
+static void multiply_few(const MatmulArgs& args) {
+  const Panels& weights = *args.weights;
+  float* totals = reinterpret_cast<float*>(args.scratch);
+  for (int64_t panel = args.first_panel, abreast; panel < args.last_panel; panel += abreast) {
+    abreast = choose_panels(args.last_panel - panel, args.epilogue);
+    decoded_function<encoding>(args.num_rows, abreast)(static_cast<const uint16_t*>(args.x), args.x_stride,
+                                                       weights.panel(panel), weights.panel_bytes(),
+                                                       weights.num_blocks(), totals);
+    for (int64_t done = 0; done < abreast; done += 2)
+      finish(args, 0, args.num_rows, panel + done, std::min<int64_t>(2, abreast - done),
+             totals + done / 2 * args.num_rows * kTotalsRow);
+  }
+}
+
 static void multiply_bf16(const MatmulArgs& args) {
+  if (args.num_rows <= kDirectDotRows) {
+    switch (args.weights->encoding) {
+      case Encoding::f32:
+        return multiply_few<Encoding::f32>(args);
+      case Encoding::bf16:
+        return multiply_few<Encoding::bf16>(args);
+      case Encoding::q8_0:
+        return multiply_few<Encoding::q8_0>(args);
+      case Encoding::q4_0:
+        return multiply_few<Encoding::q4_0>(args);
+      case Encoding::q4_1:
+        return multiply_few<Encoding::q4_1>(args);
+    }
+  }
   multiply_bf16(args, [](const PairStrip& strip, int64_t num_rows) {
     constexpr auto sizes = std::make_integer_sequence<int, kDotRows>();
-    for (int64_t first = 0; first < num_rows; first += kDotRows) {
-      const int64_t rows = std::min<int64_t>(kDotRows, num_rows - first);
+    // Tiles of nearly equal size: a small one at the end has too few independent sums.
+    for (int64_t first = 0; first < num_rows;) {
+      const int64_t left = num_rows - first, num_tiles = (left + kDotRows - 1) / kDotRows;
+      const int64_t rows = (left + num_tiles - 1) / num_tiles;
       (strip.num_panels == 2 ? dot_function<2>(rows, sizes) : dot_function<1>(rows, sizes))(strip, first);
+      first += rows;
     }
   });
 }

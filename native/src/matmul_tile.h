@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "vec16.h"
+#include "register_tile.h"
 
 namespace giveway::GW_SET {
 
@@ -65,23 +65,6 @@ GW_INLINE void fetch_ahead(const Strip& strip, int64_t block) {
   const std::byte* from = strip.ahead + block * strip.ahead_bytes;
   for (const std::byte* line = from; line < from + strip.ahead_bytes; line += kLineBytes)
     __builtin_prefetch(line, 0, 2);
-}
-
-template <int rows, int panels>
-GW_INLINE void clear(v16 (&sums)[rows][panels]) {
-#pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row)
-#pragma GCC unroll 2
-    for (int panel = 0; panel < panels; ++panel) sums[row][panel] = zero();
-}
-
-// Calls function(row, panel) for all, unrolled.
-template <int rows, int panels, typename Function>
-GW_INLINE void for_each_sum(Function function) {
-#pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row)
-#pragma GCC unroll 2
-    for (int panel = 0; panel < panels; ++panel) function(row, panel);
 }
 
 // Chains of even and odd inputs side by side.

@@ -179,7 +179,7 @@ class Model::Worker {
   // Calls work(first, last) for pieces of [0, total); returns when the whole stage is done, by whichever threads.
   template <typename Work>
   void share(int64_t total, int64_t granularity, Work work) {
-    next_stage().share(total, choose_piece(total, granularity, member_.count), member_, work);
+    next_stage().share(cut_for(member_.count, total, granularity), member_, work);
   }
 
   WorkCounter& next_stage() { return model_.stages_[static_cast<size_t>(stage_++)]; }
@@ -226,7 +226,8 @@ class Model::Worker {
     const Part parts[] = {{*layer.query, layer.query_bias, 0},
                           {*layer.key, layer.key_bias, shape_.query_columns()},
                           {*layer.value, layer.value_bias, shape_.query_columns() + shape_.key_columns()}};
-    share(shape_.qkv_columns() / kPanelColumns, 1, [&](int64_t first, int64_t last) {
+    const int64_t granularity = panels_together(batch_.num_rows, Epilogue::store);
+    share(shape_.qkv_columns() / kPanelColumns, granularity, [&](int64_t first, int64_t last) {
       int64_t before = 0;
       for (const Part& part : parts) {
         const int64_t num_panels = part.matrix.panels().num_panels();
@@ -279,7 +280,7 @@ class Model::Worker {
     args.window = shape_.window;
     args.soft_cap = shape_.soft_cap;
     args.scratch = scratch_;
-    next_stage().share(static_cast<int64_t>(model_.tasks_.size()), 1, kOneOrder, [&](int64_t number, int64_t) {
+    next_stage().share({static_cast<int64_t>(model_.tasks_.size()), 1, 1}, kOneOrder, [&](int64_t number, int64_t) {
       const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
       args.first_row = task.first_row;
       args.num_rows = task.num_rows;
@@ -292,7 +293,7 @@ class Model::Worker {
 
   void multiply(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, std::byte* out,
                 int64_t out_stride, const float* bias) {
-    share(matrix.panels().num_panels(), epilogue == Epilogue::gate ? 2 : 1, [&](int64_t first, int64_t last) {
+    share(matrix.panels().num_panels(), panels_together(batch_.num_rows, epilogue), [&](int64_t first, int64_t last) {
       multiply_panels(matrix, x, x_stride, epilogue, out, out_stride, bias, first, last);
     });
   }
@@ -382,7 +383,7 @@ void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int
     const uint32_t state = kernels_.enter();
     const float* hidden = reinterpret_cast<const float*>(hidden_.data());
     const Member member = this_member();
-    norms.share(num_rows, choose_piece(num_rows, 1, member.count), member, [&](int64_t first, int64_t last) {
+    norms.share(cut_for(member.count, num_rows, 1), member, [&](int64_t first, int64_t last) {
       for (int64_t index = first; index < last; ++index)
         kernels_.rms_norm(hidden + rows[index] * hidden_stride(), weights_.final_norm.data(), shape_.hidden_size,
                           shape_.norm_eps, shape_.compute, normed_.data() + index * normed_stride() * element_bytes());
@@ -396,8 +397,8 @@ void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int
     args.out = out;
     args.out_stride = logits_stride();
     args.scratch = scratch_.data() + member.index * scratch_bytes_;
-    const int64_t piece = choose_piece(head.num_panels(), 1, member.count);
-    products.share(head.num_panels(), piece, member, [&](int64_t first, int64_t last) {
+    const Cut cut = cut_for(member.count, head.num_panels(), panels_together(num_rows, Epilogue::store));
+    products.share(cut, member, [&](int64_t first, int64_t last) {
       args.first_panel = first;
       args.last_panel = last;
       kernels_.matmul(args);

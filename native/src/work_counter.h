@@ -12,12 +12,16 @@
 
 namespace giveway {
 
-// How much of a stage a thread takes at a time: so little that one that falls behind holds up little. A multiple of
-// `granularity`.
-inline int64_t choose_piece(int64_t total, int64_t granularity, int64_t num_threads) {
+// How [0, total) is cut up: into pieces that begin and end at multiples of `granularity`. `piece` is one, too.
+struct Cut {
+  int64_t total, granularity, piece;
+};
+
+// So much of a stage at a time that a thread that falls behind holds up little.
+inline Cut cut_for(int64_t num_threads, int64_t total, int64_t granularity) {
   constexpr int64_t kPiecesPerThread = 4;
   const int64_t num_pieces = num_threads * kPiecesPerThread;
-  return rounded_up(std::max<int64_t>((total + num_pieces - 1) / num_pieces, 1), granularity);
+  return {total, granularity, rounded_up(std::max<int64_t>((total + num_pieces - 1) / num_pieces, 1), granularity)};
 }
 
 // One of the threads that share a stage.
@@ -42,25 +46,24 @@ class alignas(64) WorkCounter {
     done_.store(0, std::memory_order_relaxed);
   }
 
-  // Calls work(first, last) for pieces of [0, total) of `piece` until none is left; returns when all are done. What one
-  // thread wrote in its pieces is then visible to all. Members must agree on everything but their index, except that
-  // all may come as kOneOrder.
+  // Calls work(first, last) for all pieces; returns when all are done. What one thread wrote in its pieces is then
+  // visible to all. Members must agree on everything but their index, except that all may come as kOneOrder.
   template <typename Work>
-  void share(int64_t total, int64_t piece, Member member, Work work) {
-    const int64_t num_pieces = (total + piece - 1) / piece;
-    const int64_t num_spans = std::clamp<int64_t>(num_pieces, 1, std::min(member.count, kMaxSpans));
+  void share(const Cut& cut, Member member, Work work) {
+    const int64_t num_units = (cut.total + cut.granularity - 1) / cut.granularity;
+    const int64_t num_spans = std::clamp<int64_t>(num_units, 1, std::min(member.count, kMaxSpans));
     for (int64_t turn = 0; turn < num_spans; ++turn) {
-      const int64_t span = (member.index + turn) % num_spans;
-      const int64_t begin = num_pieces * span / num_spans * piece;
-      const int64_t end = std::min(num_pieces * (span + 1) / num_spans * piece, total);
+      const int64_t span = (member.index + turn) % num_spans;  // spans are equal: their last pieces may be smaller
+      const int64_t begin = num_units * span / num_spans * cut.granularity;
+      const int64_t end = std::min(num_units * (span + 1) / num_spans * cut.granularity, cut.total);
       auto& taken = taken_[span];
-      for (int64_t first; (first = begin + taken.fetch_add(piece, std::memory_order_relaxed)) < end;) {
-        const int64_t last = std::min(first + piece, end);
+      for (int64_t first; (first = begin + taken.fetch_add(cut.piece, std::memory_order_relaxed)) < end;) {
+        const int64_t last = std::min(first + cut.piece, end);
         work(first, last);
         done_.fetch_add(last - first, std::memory_order_release);
       }
     }
-    for (int turn = 0; done_.load(std::memory_order_acquire) < total; ++turn) {
+    for (int turn = 0; done_.load(std::memory_order_acquire) < cut.total; ++turn) {
       if (turn < kSpinTurns) {
         pause();
       } else {

@@ -36,8 +36,8 @@ int64_t pieces_of_rows(int64_t num_rows) { return (num_rows + kAttentionRows - 1
 double Workload::run(int64_t num_turns, int num_threads) {
   std::vector<WorkCounter> turns(static_cast<size_t>(num_turns));
   const AlignedBuffer scratch(scratch_bytes_ * num_threads);
-  const int64_t piece =
-      std::min(choose_piece(sharing_.total, sharing_.granularity, num_threads), sharing_.largest_piece);
+  Cut cut = cut_for(num_threads, sharing_.total, sharing_.granularity);
+  cut.piece = std::min(cut.piece, sharing_.largest_piece);
   const auto started = std::chrono::steady_clock::now();
 #pragma omp parallel num_threads(num_threads)
   {
@@ -45,9 +45,8 @@ double Workload::run(int64_t num_turns, int num_threads) {
     const Member member = this_member();
     std::byte* own = scratch.data() + member.index * scratch_bytes_;
     for (int64_t turn = 0; turn < num_turns; ++turn)
-      turns[static_cast<size_t>(turn)].share(sharing_.total, piece, member, [&](int64_t first, int64_t last) {
-        compute(num_turns_done_ + turn, first, last, own);
-      });
+      turns[static_cast<size_t>(turn)].share(
+          cut, member, [&](int64_t first, int64_t last) { compute(num_turns_done_ + turn, first, last, own); });
     kernels_.leave(state);
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
@@ -71,7 +70,7 @@ Rows::Rows(int64_t num_rows, int64_t row_stride, int64_t element_bytes)
 
 ProductWorkload::ProductWorkload(const Kernels& kernels, std::shared_ptr<const Matrix> matrix,
                                  const ProductShape& shape)
-    : Workload(kernels, {shape.num_outputs / kPanelColumns, shape.epilogue == Epilogue::gate ? 2 : 1},
+    : Workload(kernels, {shape.num_outputs / kPanelColumns, panels_together(shape.num_rows, shape.epilogue)},
                kernels.matmul_scratch_bytes(matrix->panels().num_inputs)),
       matrix_(std::move(matrix)),
       shape_(shape),

@@ -68,16 +68,13 @@ def product_in_block_order(x: Floats, weights: Floats) -> Floats:
 
 
 def product_in_dot_order(x: Floats, weights: Floats) -> Floats:
-    """What AVX512-BF16 does: one chain in a block, of each pair the odd input first."""
+    """What AVX512-BF16 does: one chain through all pairs, of each the odd input first."""
     total = np.zeros((len(x), len(weights)), np.float32)
-    for first in range(0, x.shape[1], BLOCK_K):
-        chain = np.zeros_like(total)
-        for pair in range(first, min(first + BLOCK_K, x.shape[1]), 2):
-            for k in (pair + 1, pair):
-                if k < x.shape[1]:
-                    exact = x[:, k, None].astype(np.float64) * weights[None, :, k].astype(np.float64) + chain
-                    chain = exact.astype(np.float32)
-        total = total + chain
+    for pair in range(0, x.shape[1], 2):
+        for k in (pair + 1, pair):
+            if k < x.shape[1]:
+                exact = x[:, k, None].astype(np.float64) * weights[None, :, k].astype(np.float64) + total
+                total = exact.astype(np.float32)
     return total
 
 
@@ -91,8 +88,9 @@ def test_products_are_those_of_float64_but_for_rounding(encoding: str, compute: 
         got = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
         left, right = (bf16(x), bf16(weights.values)) if compute == "bf16" else (x, weights.values)
         wanted = left.astype(np.float64) @ right.T.astype(np.float64)
-        # Each of at most 16 + 2 + 10 roundings that a product goes through errs by half a unit of the sum so far.
-        bound = 28 * 2.0**-24 * (np.abs(left).astype(np.float64) @ np.abs(right.T).astype(np.float64))
+        # Each rounding that a product goes through errs by half a unit of the sum so far.
+        num_roundings = 16 + 2 + 10 if adds_in_block_order(isa, compute) else 320
+        bound = num_roundings * 2.0**-24 * (np.abs(left).astype(np.float64) @ np.abs(right.T).astype(np.float64))
         assert (np.abs(got - wanted) <= bound).all()
 
 
@@ -195,6 +193,21 @@ def test_sizes_that_fill_no_block_or_panel(num_inputs: int, compute: str, isa: s
             left, right = (bf16(x), bf16(weights.values)) if compute == "bf16" else (x, weights.values)
             assert got.shape == (num_rows, num_outputs)
             np.testing.assert_allclose(got, left.astype(np.float64) @ right.T.astype(np.float64), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_an_output_has_the_same_bits_whatever_outputs_lie_beside_it(encoding: str, compute: str, isa: str) -> None:
+    # Goal: every number of panels that a piece of work may hold, for every way in which rows are tiled.
+    values = normal(176, 96, seed=27)
+    for num_rows in (1, 3, 4, 5, 12, 13, 25, 49):
+        x = normal(num_rows, 96, seed=28)
+        whole = kernels.multiply(x, Weights(encoding, values, compute).matrix, compute=compute, isa=isa)
+        for num_panels in range(1, 11):
+            part = Weights(encoding, values[: 16 * num_panels], compute)
+            got = kernels.multiply(x, part.matrix, compute=compute, isa=isa)
+            assert same_bits(got, np.ascontiguousarray(whole[:, : 16 * num_panels]))
 
 
 @pytest.mark.parametrize("isa", SETS)

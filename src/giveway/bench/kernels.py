@@ -67,10 +67,13 @@ class Sizes:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of what is read from memory: twice the last cache, from 64 to 512 MiB."""
+        """Size of what is read from memory: eight times the last cache, from 64 to 512 MiB.
+
+        Twice is not enough: a cache that keeps what falls out of the others still answers a part of the reads.
+        """
         if self.large_bytes is not None:
             return self.large_bytes
-        return min(max(2 * last_cache_bytes(), 64 * _MIB), 512 * _MIB)
+        return min(max(8 * last_cache_bytes(), 64 * _MIB), 512 * _MIB)
 
 
 FULL = Sizes()
