@@ -17,7 +17,7 @@ namespace giveway::GW_SET {
 // eight to ten chains on every processor so far.
 #if defined(__AVX512F__)
 inline constexpr int kTilePanels = 2;  // panels that a tile takes at once
-inline constexpr int kTileRows = 12;   // rows of the largest tile
+inline constexpr int kTileRows = 8;    // rows of the largest tile
 inline constexpr int kAccumulators = 24;
 #elif defined(__AVX2__)
 inline constexpr int kTilePanels = 1;
