@@ -39,7 +39,7 @@ def test_the_numbers_are_those_of_the_engine(cli: Cli) -> None:
 
 
 def test_the_embedded_model_is_the_default_and_its_weights_are_not_loaded(cli: Cli) -> None:
-    result = cli("info", "--device", "cpu", "--kv-cache-memory-bytes", "90MiB")
+    result = cli("info", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "90MiB")
     assert result.code == 0
     assert "30 layers, 9 heads, 3 KV heads, head size 64, hidden 576, inner 1536" in result.out
     assert "weights, stored  93.8 MiB" in result.out
