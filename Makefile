@@ -31,11 +31,14 @@ check: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror native/src/*.h native/src/*.cpp
 	$(BIN)/mypy
 
-# Tests of the kernels under the address and undefined-behaviour sanitizers, on every instruction set that runs here. A build
-# of its own, and an environment in which the sanitizers' library is loaded before everything else.
+# Tests of the kernels under the address and undefined-behaviour sanitizers, on every instruction set that runs here; AMX tiles
+# are emulated where a processor lacks only them. A build of its own, and an environment in which the sanitizers' library is
+# loaded before everything else.
 check-native: $(STAMP)
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet --no-deps --upgrade --target $(SANITIZED)/lib \
-	  --config-settings cmake.define.GIVEWAY_SANITIZE=ON --config-settings build-dir=$(CURDIR)/$(SANITIZED)/objects ./native
+	  --config-settings cmake.define.GIVEWAY_SANITIZE=ON \
+	  --config-settings cmake.define.GIVEWAY_EMULATE_AMX=$$(grep -qw amx_bf16 /proc/cpuinfo && echo OFF || echo ON) \
+	  --config-settings build-dir=$(CURDIR)/$(SANITIZED)/objects ./native
 	export LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZED)/lib && \
 	$(BIN)/python -c 'import giveway_kernels' && $(BIN)/pytest -m '' tests/native

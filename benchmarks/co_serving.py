@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from giveway_kernels import default_compute
+
 from benchmarks.peers import make_report
 from benchmarks.unpacked_weights import write_tokenizer, write_unpacked
 from giveway.runtime.model_source import embedded_model_path, open_model
@@ -32,6 +34,7 @@ ENGINES = ("giveway", "vllm")
 _START_TIMEOUT_S = 900.0  # vLLM compiles
 _MODEL_NAME = "model"
 _MAX_MODEL_LEN = 2048
+_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 _URGENT = "rate=0.5,prompt=64,output=32,priority=0"
 
 
@@ -74,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in _measure(engine, pythons[engine], situation, directory, asked)
         ]
     report = make_report(rows, model=model.name, rounds=1, threads=asked.threads)
+    report["settings"]["dtype"] = asked.dtype
     report["settings"]["urgent"] = f"{asked.urgent} arrivals, {_URGENT}"
     print(as_text(report))
     if asked.json:
@@ -93,6 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--urgent", type=int, default=100, help="urgent arrivals beside background work (default: 100)")
     add("--idle", type=int, default=30, help="urgent arrivals on an idle server (default: 30)")
     add("--threads", type=int, default=cores, help=f"of every engine (default: all cores, here {cores})")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=_DTYPES[default_compute()],
+        help="what every engine computes in (default: what suits this processor, here %(default)s)",
+    )
     add("--work-dir", type=Path, metavar="DIR", help="keeps the servers' logs and the unpacked weights")
     add("--json", type=Path, metavar="FILE", help="write machine, settings and rows")
     return parser
@@ -105,7 +115,7 @@ def _measure(
     background = f"batch:concurrency={situation.num_background},prompt=256,output=256,priority=20"
     port = _free_port()
     try:
-        with _server(engine, python, situation, port, directory, asked.threads):
+        with _server(engine, python, situation, port, directory, asked):
             base = f"http://127.0.0.1:{port}"
             idle = _load(base, directory, [f"urgent:num={asked.idle},{_URGENT}"], seed=1)
             yield from _rows(engine, situation, "idle", idle)
@@ -147,9 +157,11 @@ def _load(base: str, directory: Path, classes: list[str], *, seed: int) -> dict[
 
 
 @contextmanager
-def _server(engine: str, python: str, situation: Situation, port: int, directory: Path, threads: int) -> Iterator[None]:
+def _server(
+    engine: str, python: str, situation: Situation, port: int, directory: Path, asked: argparse.Namespace
+) -> Iterator[None]:
     """Start an engine's server, wait until it answers, and end it, with whatever it started, at the end."""
-    command, environment = _command(engine, python, situation, port, directory, threads)
+    command, environment = _command(engine, python, situation, port, directory, asked)
     with (directory / f"{engine}-{situation.name}.log").open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
@@ -167,23 +179,24 @@ def _server(engine: str, python: str, situation: Situation, port: int, directory
 
 
 def _command(
-    engine: str, python: str, situation: Situation, port: int, directory: Path, threads: int
+    engine: str, python: str, situation: Situation, port: int, directory: Path, asked: argparse.Namespace
 ) -> tuple[list[str], dict[str, str]]:
     common = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL_NAME]
     common += ["--max-num-seqs", str(situation.num_seats), "--max-model-len", str(_MAX_MODEL_LEN)]
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    common += ["--dtype", asked.dtype]
+    environment = {"OMP_NUM_THREADS": str(asked.threads)}
     if engine == "giveway":
-        command = [python, "-m", "giveway", "serve", *common, "--num-threads", str(threads), "--no-batch-api"]
+        command = [python, "-m", "giveway", "serve", *common, "--num-threads", str(asked.threads), "--no-batch-api"]
         kv_tokens = situation.kv_tokens or situation.num_seats * _MAX_MODEL_LEN
         return [*command, "--num-kv-blocks", str(kv_tokens // 16)], environment
-    cores = sorted(os.sched_getaffinity(0))[:threads]
+    cores = sorted(os.sched_getaffinity(0))[: asked.threads]
     environment |= {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
     }
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory / "unpacked"), *common]
-    command += ["--dtype", "float32", "--scheduling-policy", "priority", "--block-size", "32"]
+    command += ["--scheduling-policy", "priority", "--block-size", "32"]
     if situation.kv_tokens is not None:
         command += ["--num-gpu-blocks-override", str(situation.kv_tokens // 32)]
     return command, environment

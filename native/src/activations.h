@@ -5,7 +5,7 @@
 
 namespace giveway::GW_SET {
 
-// Stores elements `index` to `index + 15` of a row of activations.
+// Stores elements `index` to `index + 15` of a row of activations. None is denormal: computing flushes what would be.
 GW_INLINE void store_activations(void* row, int64_t index, Compute compute, v16 values) {
   if (compute == Compute::f32) {
     store(static_cast<float*>(row) + index, values);

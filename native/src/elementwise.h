@@ -28,8 +28,13 @@ static void rms_norm(const float* row, const float* weight, int64_t size, float 
 }
 
 static void to_activations(const float* values, int64_t size, Compute compute, void* out) {
-  for (int64_t i = 0; i < activation_stride(size); i += kLanes)
-    store_activations(out, i, compute, i < size ? load_up_to(values + i, size - i) : zero());
+  for (int64_t i = 0; i < activation_stride(size); i += kLanes) {
+    float lanes[kLanes] = {};
+    if (i < size) store(lanes, load_up_to(values + i, size - i));
+    for (float& lane : lanes)  // what comes from outside may be denormal
+      if (std::fabs(lane) < 0x1p-126f) lane = std::copysign(0.0f, lane);
+    store_activations(out, i, compute, load(lanes));
+  }
 }
 
 // Decodes whole panels and keeps one column of each: sixteen times too much, and still nothing beside a step.
@@ -119,7 +124,7 @@ static void write_value(const RotateArgs& args, std::byte* panel, int64_t positi
       continue;
     }
     uint16_t rounded[kLanes];
-    store_rounded(rounded, elements);
+    store_bf16(rounded, round_bf16(elements));  // not computed here, so that some may be denormal
     for (int64_t d = 0; d < kLanes; ++d) pairs[2 * (i + d)] = rounded[d];
   }
 }

@@ -1,3 +1,7 @@
+#if defined(GIVEWAY_EMULATE_AMX)
+#include "amx_emulated.h"
+#endif
+
 #define GW_SET amx
 #define GW_PACKS_BF16 true
 #include "kernel_set.h"
