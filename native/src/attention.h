@@ -5,7 +5,8 @@
 // the query does not see is masked by selection, never by arithmetic, since stale memory may hold NaN. Softmax is the
 // online form in float32: per piece one correction of what is there, then the values of the piece's panels of 16
 // positions are added, each panel as one sum of even and one of odd positions. A piece or a panel that a row does not
-// see changes nothing of it, so it is of no matter which rows share a tile. Source: online softmax (Milakov and
+// see changes nothing of it (unless its values are no finite numbers: they are multiplied by zero), so it is of no
+// matter which rows share a tile. Source: online softmax (Milakov and
 // Gimelshein, 2018); tiles as in FlashAttention (Dao et al., 2022).
 #pragma once
 

@@ -160,13 +160,7 @@ GW_INLINE void add_block(const uint16_t* x, int64_t x_stride, const PanelsAbreas
     __m512i lanes[count];
 #pragma GCC unroll 4
     for (int panel = 0; panel < count; ++panel) lanes[panel] = load_pairs(panels.at[panel] + offset);
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row) {
-      const __m512i both = broadcast_pair(x + row * x_stride + 2 * pair);
-#pragma GCC unroll 4
-      for (int panel = 0; panel < count; ++panel)
-        totals[row][panel] = add_pair_products(totals[row][panel], both, lanes[panel]);
-    }
+    add_pair(x + 2 * pair, x_stride, lanes, totals);
     if constexpr (fetches) panels.fetch_ahead(offset);
   }
 }

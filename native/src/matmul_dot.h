@@ -18,19 +18,6 @@ inline constexpr int kDotRows = 12;       // rows that two panels of pairs are m
 inline constexpr int kDirectDotRows = 4;  // up to so many rows, weights are decoded in registers for each product
 inline constexpr int kDirectPanels = 4;   // decoded abreast: a single row has no other independent sums
 
-// Adds the products of one pair of inputs of all rows and panels.
-template <int rows, int panels>
-GW_INLINE void add_pair(const uint16_t* x, int64_t x_stride, const __m512i (&weights)[panels],
-                        v16 (&totals)[rows][panels]) {
-#pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row) {
-    const __m512i both = broadcast_pair(x + row * x_stride);
-#pragma GCC unroll 4
-    for (int panel = 0; panel < panels; ++panel)
-      totals[row][panel] = add_pair_products(totals[row][panel], both, weights[panel]);
-  }
-}
-
 template <int rows, int panels>
 static void multiply_dots(const PairStrip& strip, int64_t first_row) {
   const uint16_t* x = strip.x + first_row * strip.x_stride;

@@ -39,8 +39,20 @@ GW_INLINE __m512i load_pairs(const void* at) {
 }
 
 // VDPBF16PS: sum + odd product, rounded, + even product, in every lane.
-GW_INLINE v16 add_pair_products(v16 sum, __m512i x, __m512i weights) {
+GW_INLINE v16 dot(v16 sum, __m512i x, __m512i weights) {
   return {_mm512_dpbf16_ps(sum.lanes, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(x))};
+}
+
+// Adds the products of one pair of inputs to the totals of all rows and panels. x: the pair, of the first row.
+template <int rows, int panels>
+GW_INLINE void add_pair(const uint16_t* x, int64_t x_stride, const __m512i (&weights)[panels],
+                        v16 (&totals)[rows][panels]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) {
+    const __m512i both = broadcast_pair(x + row * x_stride);
+#pragma GCC unroll 4
+    for (int panel = 0; panel < panels; ++panel) totals[row][panel] = dot(totals[row][panel], both, weights[panel]);
+  }
 }
 
 #endif

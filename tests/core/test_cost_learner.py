@@ -80,3 +80,30 @@ def test_ten_thousand_equal_steps_leave_the_other_prices_where_they_were() -> No
         profile = learner.refined(profile, DECODES, 0.5 * SHIPPED.forward_s(DECODES))
     assert profile.forward_s(DECODES) == pytest.approx(0.5 * SHIPPED.forward_s(DECODES), rel=0.01)
     assert 0.1 * SHIPPED.forward_s(PREFILL) < profile.forward_s(PREFILL) < 2 * SHIPPED.forward_s(PREFILL)
+
+
+def test_the_filter_is_as_steady_after_thirty_thousand_steps_as_after_some_hundred() -> None:
+    # Goal: rounding errors do not add up until a gain turns over and prices run away, which took seven thousand steps.
+    truth = replace(SHIPPED, step_s=0.0003, token_s=0.00002, context_s=1e-8)
+    rng, learner, profile = random.Random(1), CostLearner(), SHIPPED
+    for _ in range(30_000):
+        num_tokens, context = rng.choice([(rng.randint(1, 16), rng.randint(5, 60)), (60, 30)])
+        work = ForwardWork(num_tokens, num_tokens * context)
+        profile = learner.refined(profile, work, truth.forward_s(work) * rng.lognormvariate(0, 0.3))
+    for work in (ForwardWork(1, 30), ForwardWork(16, 600), ForwardWork(60, 1800)):
+        assert profile.forward_s(work) == pytest.approx(truth.forward_s(work), rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_times_however_wild_make_a_price_that_is_none(seed: int) -> None:
+    # Goal: a clock that jumps, or a machine that sleeps, must not stop the engine.
+    rng, learner, profile = random.Random(seed), CostLearner(), SHIPPED
+    for number in range(20_000):
+        work = ForwardWork(rng.randint(1, 2048), rng.randint(1, 10_000_000))
+        usual_s = (1e-12, 1e12)[number // 5000 % 2]
+        profile = learner.refined(profile, work, usual_s * rng.lognormvariate(0, 10))
+    for _ in range(5_000):  # and it finds back, from as far away as prices can be
+        work = rng.choice([DECODES, LATE_CHUNK, PREFILL])
+        profile = learner.refined(profile, work, SHIPPED.forward_s(work))
+    for work in (DECODES, LATE_CHUNK, PREFILL):
+        assert SHIPPED.forward_s(work) / 4 < profile.forward_s(work) < 4 * SHIPPED.forward_s(work)

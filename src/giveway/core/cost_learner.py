@@ -18,6 +18,11 @@ _LARGEST_SURPRISE = log(4.0)  # one slow step on a busy machine counts as at mos
 _NOISE = 0.1  # variance of the logarithm of a step's time: a third more or less is nothing unusual
 # Variance of the logarithms of the first prices. What context costs differs most between machines and kernels.
 _DOUBT = (0.5, 0.5, 4.0)
+# In seconds: no machine is faster than the lowest, none that anybody waits for slower than the highest. A price of
+# which no step tells anything wanders, and from further away it would never find back: its share of a step would be too
+# small to learn from.
+_LOWEST = (1e-7, 1e-9, 1e-13)
+_HIGHEST = 1e3
 
 
 class CostLearner:
@@ -37,12 +42,13 @@ class CostLearner:
         surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
         parts = (profile.step_s, profile.token_s * seen.num_tokens, profile.context_s * seen.num_pairs)
         gain = self._update([part / expected_s for part in parts])
-        return replace(
-            profile,
-            step_s=profile.step_s * exp(gain[0] * surprise),
-            token_s=profile.token_s * exp(gain[1] * surprise),
-            context_s=profile.context_s * exp(gain[2] * surprise),
+        step_s, token_s, context_s = (
+            min(max(price * exp(follow * surprise), lowest), _HIGHEST) if price else price
+            for price, follow, lowest in zip(
+                (profile.step_s, profile.token_s, profile.context_s), gain, _LOWEST, strict=True
+            )
         )
+        return replace(profile, step_s=step_s, token_s=token_s, context_s=context_s)
 
     def _update(self, shares: list[float]) -> list[float]:
         """Take in that a step was seen whose time had these shares. Returns how far each price follows its surprise."""
@@ -51,8 +57,11 @@ class CostLearner:
         total = _FORGETTING * _NOISE + sum(share * part for share, part in zip(shares, weighed, strict=True))
         gain = [part / total for part in weighed]
         for i in range(3):
-            for j in range(3):
-                covariance[i][j] = (covariance[i][j] - gain[i] * weighed[j]) / _FORGETTING
+            for j in range(i + 1):
+                # Both halves at once: what rounding leaves between them would grow by 1 / _FORGETTING with every step,
+                # and after some thousand steps turn a gain over.
+                cell = (covariance[i][j] - gain[i] * weighed[j]) / _FORGETTING
+                covariance[i][j] = covariance[j][i] = cell
         for i, doubt in enumerate(_DOUBT):  # of what steps of one shape do not tell, doubt grows, but not for ever
             if covariance[i][i] > doubt:
                 shrink = sqrt(doubt / covariance[i][i])
