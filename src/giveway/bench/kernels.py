@@ -295,7 +295,7 @@ def _block_copy(setting: Setting, sizes: Sizes, block_bytes: int) -> Operation:
     """Copy whole blocks, scattered in both pools, others each time."""
     num_blocks = max(2 * _BLOCKS_COPIED, sizes.buffer_bytes // block_bytes)
     source, target = (np.zeros((num_blocks, block_bytes), np.uint8) for _ in range(2))
-    source[:] = 1
+    source[:] = target[:] = 1  # written, so that both are memory before anything is measured
     rng = np.random.default_rng(5)
     pairs = np.stack([rng.permutation(num_blocks), rng.permutation(num_blocks)], axis=1)
     parts = cycle(
