@@ -23,18 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from giveway_kernels import default_compute
-
 from benchmarks.peers import make_report
 from benchmarks.unpacked_weights import write_tokenizer, write_unpacked
 from giveway.runtime.model_source import embedded_model_path, open_model
+from giveway.runtime.native import COMPUTE_TYPES, choose_dtype
 from giveway.runtime.weights.gguf_checkpoint import GgufCheckpoint
 
 ENGINES = ("giveway", "vllm")
 _START_TIMEOUT_S = 900.0  # vLLM compiles
 _MODEL_NAME = "model"
 _MAX_MODEL_LEN = 2048
-_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 _URGENT = "rate=0.5,prompt=64,output=32,priority=0"
 
 
@@ -99,8 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=cores, help=f"of every engine (default: all cores, here {cores})")
     add(
         "--dtype",
-        choices=("float32", "bfloat16"),
-        default=_DTYPES[default_compute()],
+        choices=tuple(COMPUTE_TYPES),
+        default=choose_dtype("auto"),
         help="what every engine computes in (default: what suits this processor, here %(default)s)",
     )
     add("--work-dir", type=Path, metavar="DIR", help="keeps the servers' logs and the unpacked weights")

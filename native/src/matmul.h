@@ -169,9 +169,7 @@ static GroupFunction group_function(Encoding encoding) {
 GW_INLINE int64_t choose_chunk_rows(int64_t num_rows, int64_t x_stride) {
   const int64_t fitting = kChunkBytes / (x_stride * static_cast<int64_t>(sizeof(float)));
   const int64_t most = std::clamp<int64_t>(fitting, 2 * kTileRows, kChunkRows);
-  const int64_t num_chunks = std::max<int64_t>((num_rows + most - 1) / most, 1);
-  const int64_t equal = (num_rows + num_chunks - 1) / num_chunks;
-  return std::min(most, (equal + kTileRows - 1) / kTileRows * kTileRows);
+  return std::min(most, rounded_up(equal_part(std::max<int64_t>(num_rows, 1), most), kTileRows));
 }
 
 template <Compute compute>

@@ -22,11 +22,9 @@ GW_INLINE int64_t choose_part_rows(int64_t) { return kPartRows; }  // whole tile
 inline constexpr int64_t kPartRows = 48;
 GW_INLINE int64_t
 choose_part_rows(int64_t num_rows) {  // parts of nearly equal size: a small one keeps a core less busy
-  const int64_t num_parts = (num_rows + kPartRows - 1) / kPartRows;
-  return (num_rows + num_parts - 1) / num_parts;
+  return equal_part(num_rows, kPartRows);
 }
 #endif
-inline constexpr int64_t kTotalsRow = 2 * kPanelColumns;
 
 // Two panels by all rows of a chunk; weights as [blocks][16 pairs][16 columns][2].
 struct PairStrip {
@@ -88,7 +86,7 @@ static const uint16_t* panel_pairs(const Panels& panels, int64_t panel, uint16_t
 // Scratch: the totals of a part, then two decoded panels.
 static int64_t bf16_scratch_bytes(int64_t num_inputs) {
   const int64_t num_blocks = (num_inputs + kBlockK - 1) / kBlockK;
-  return kPartRows * kTotalsRow * static_cast<int64_t>(sizeof(float)) + 2 * num_blocks * kPairWords * 2;
+  return kPartRows * kTotalsStride * static_cast<int64_t>(sizeof(float)) + 2 * num_blocks * kPairWords * 2;
 }
 
 // multiply(strip, num_rows) fills the totals of up to kPartRows rows.
@@ -96,7 +94,7 @@ template <typename Multiply>
 GW_INLINE void multiply_bf16(const MatmulArgs& args, Multiply multiply) {
   const Panels& panels = *args.weights;
   float* totals = reinterpret_cast<float*>(args.scratch);
-  uint16_t* decoded = reinterpret_cast<uint16_t*>(totals + kPartRows * kTotalsRow);
+  uint16_t* decoded = reinterpret_cast<uint16_t*>(totals + kPartRows * kTotalsStride);
   const int64_t fitting = kBf16ChunkBytes / (args.x_stride * 2) / kPartRows * kPartRows;
   const int64_t chunk_rows = std::max(fitting, kPartRows);
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {

@@ -31,9 +31,9 @@ static void multiply_dots(const PairStrip& strip, int64_t first_row) {
     for (int panel = 0; panel < panels; ++panel) pairs[panel] = load_pairs(weights[panel] + pair * 2 * kPanelColumns);
     add_pair(x + 2 * pair, strip.x_stride, pairs, totals);
   }
-  float* out = strip.totals + first_row * kTotalsRow;
+  float* out = strip.totals + first_row * kTotalsStride;
   for_each_sum<rows, panels>(
-      [&](int row, int panel) { store(out + row * kTotalsRow + panel * kPanelColumns, totals[row][panel]); });
+      [&](int row, int panel) { store(out + row * kTotalsStride + panel * kPanelColumns, totals[row][panel]); });
 }
 
 // The same with weights that are decoded on the way. totals: [panels / 2, rounded up][rows][2][16].
@@ -64,7 +64,7 @@ static void multiply_decoded(const uint16_t* x, int64_t x_stride, const std::byt
     }
   }
   for_each_sum<rows, panels>([&](int row, int panel) {
-    store(totals + (panel / 2 * rows + row) * kTotalsRow + panel % 2 * kPanelColumns, sums[row][panel]);
+    store(totals + (panel / 2 * rows + row) * kTotalsStride + panel % 2 * kPanelColumns, sums[row][panel]);
   });
 }
 
@@ -116,7 +116,7 @@ static void multiply_few(const MatmulArgs& args) {
                                                        weights.num_blocks(), totals);
     for (int64_t done = 0; done < abreast; done += 2)
       finish(args, 0, args.num_rows, panel + done, std::min<int64_t>(2, abreast - done),
-             totals + done / 2 * args.num_rows * kTotalsRow);
+             totals + done / 2 * args.num_rows * kTotalsStride);
   }
 }
 
@@ -139,8 +139,7 @@ static void multiply_bf16(const MatmulArgs& args) {
     constexpr auto sizes = std::make_integer_sequence<int, kDotRows>();
     // Tiles of nearly equal size: a small one at the end has too few independent sums.
     for (int64_t first = 0; first < num_rows;) {
-      const int64_t left = num_rows - first, num_tiles = (left + kDotRows - 1) / kDotRows;
-      const int64_t rows = (left + num_tiles - 1) / num_tiles;
+      const int64_t rows = equal_part(num_rows - first, kDotRows);
       (strip.num_panels == 2 ? dot_function<2>(rows, sizes) : dot_function<1>(rows, sizes))(strip, first);
       first += rows;
     }

@@ -17,7 +17,7 @@ GW_INLINE v16 activate(Gate gate, v16 x) {
 // totals: [rows][2 panels][16 columns], of the panels from `panel` on.
 static void finish(const MatmulArgs& args, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
                    const float* totals) {
-  for (int64_t row = first_row; row < first_row + num_rows; ++row, totals += 2 * kPanelColumns) {
+  for (int64_t row = first_row; row < first_row + num_rows; ++row, totals += kTotalsStride) {
     if (args.epilogue == Epilogue::gate) {
       const v16 gated = mul(activate(args.gate, load(totals)), load(totals + kPanelColumns));
       store_activations(args.out, row * args.out_stride + panel / 2 * kPanelColumns, args.compute, gated);

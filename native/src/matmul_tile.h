@@ -42,7 +42,6 @@ struct Strip {
   int64_t ahead_bytes;     // of it, with every block
 };
 inline constexpr int64_t kParkedSums = kTileRows * kTilePanels * kPanelColumns;
-inline constexpr int64_t kTotalsStride = 2 * kPanelColumns;
 inline constexpr int64_t kBlockWeights = kBlockK * kPanelColumns;
 
 // sums[row][panel] += products of one input.

@@ -8,12 +8,19 @@ namespace giveway {
 
 constexpr int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// The size of the first part when `total` is cut into as few parts of at most `most` as there must be, nearly equal.
+constexpr int64_t equal_part(int64_t total, int64_t most) {
+  const int64_t num_parts = (total + most - 1) / most;
+  return (total + num_parts - 1) / num_parts;
+}
+
 inline constexpr int kLanes = 16;         // float lanes that everything vectorised works on, whatever the registers
 inline constexpr int kPanelColumns = 16;  // outputs of a panel of weights
-inline constexpr int kBlockK = 32;        // inputs whose products are added before they join the total
-inline constexpr int kPieceTokens = 64;   // KV positions that attention takes at a time, from position 0 on
-inline constexpr int kKvPanel = 16;       // KV positions of a panel of keys or values
-inline constexpr int kLargestHead = 256;  // dimensions of a head, a multiple of kLanes
+inline constexpr int64_t kTotalsStride = 2 * kPanelColumns;  // floats of a row of totals: products with two panels
+inline constexpr int kBlockK = 32;             // inputs whose products are added before they join the total
+inline constexpr int kPieceTokens = 64;        // KV positions that attention takes at a time, from position 0 on
+inline constexpr int kKvPanel = 16;            // KV positions of a panel of keys or values
+inline constexpr int kLargestHead = 256;       // dimensions of a head, a multiple of kLanes
 inline constexpr int64_t kAttentionRows = 16;  // query positions of one request that make a piece of attention work
 inline constexpr int64_t kAlignment = 64;      // bytes; of whatever kernels are given as scratch
 
