@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attention_products.h"
+#include "matmul_amx.h"
 
 namespace giveway::GW_SET {
 
@@ -28,6 +29,13 @@ static void shape_tiles(int64_t num_rows) {
   _tile_loadconfig(&shapes[std::min(num_rows, kRowsTogether) - 1]);
 }
 
+// Asks for lines of the next piece: where the next block is, the processor cannot guess.
+GW_INLINE void fetch_lines(const std::byte* at, int64_t stride, int count) {
+#pragma GCC unroll 16
+  for (int line = 0; line < count; ++line) __builtin_prefetch(at + line * stride, 0, 3);
+}
+
+template <bool fetches>
 static void score_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, const Piece& piece) {
   const int64_t query_bytes = tile.head_size * 2;
   const auto* queries = reinterpret_cast<const std::byte*>(tile.queries) + row * query_bytes;
@@ -42,18 +50,22 @@ static void score_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, con
     if (piece.keys[0] != nullptr) {
       _tile_loadd(5, piece.keys[0] + at, 64);
       _tile_dpbf16ps(0, 4, 5);
+      if (fetches) fetch_lines(piece.keys[0] + piece.ahead[0] + at, 64, 16);
     }
     if (piece.keys[1] != nullptr) {
       _tile_loadd(5, piece.keys[1] + at, 64);
       _tile_dpbf16ps(1, 4, 5);
+      if (fetches) fetch_lines(piece.keys[1] + piece.ahead[1] + at, 64, 16);
     }
     if (piece.keys[2] != nullptr) {
       _tile_loadd(5, piece.keys[2] + at, 64);
       _tile_dpbf16ps(2, 4, 5);
+      if (fetches) fetch_lines(piece.keys[2] + piece.ahead[2] + at, 64, 16);
     }
     if (piece.keys[3] != nullptr) {
       _tile_loadd(5, piece.keys[3] + at, 64);
       _tile_dpbf16ps(3, 4, 5);
+      if (fetches) fetch_lines(piece.keys[3] + piece.ahead[3] + at, 64, 16);
     }
   }
   if (block * kBlockK < tile.head_size) {
@@ -85,6 +97,7 @@ static void score_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, con
 }
 
 // Adds the weighted values of dimensions `d` to `d + 63`, or to the end of the head, for sixteen rows.
+template <bool fetches>
 static void add_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, int64_t d, const Piece& piece) {
   const int64_t row_bytes = tile.head_size * 4, count = (tile.head_size - d) / kLanes;
   float* out = tile.out + row * tile.head_size + d;
@@ -95,6 +108,10 @@ static void add_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, int64
   for (int panel = 0; panel < kPiecePanels; ++panel) {
     if (piece.keys[panel] == nullptr) continue;
     const std::byte* values = piece.values[panel] + d * 4;
+    if (fetches) {
+      for (int64_t part = 0; part < std::min<int64_t>(count, 4); ++part)
+        fetch_lines(values + piece.ahead[panel] + part * 64, row_bytes, 8);
+    }
     _tile_loadd(6, tile.weights + row * kPieceTokens + panel * kKvPanel, kPieceTokens * 2);
     _tile_loadd(7, values, row_bytes);
     _tile_dpbf16ps(0, 6, 7);
@@ -122,7 +139,8 @@ template <>
 void score_piece<Compute::bf16>(const QueryTile<Compute::bf16>& tile, const Piece& piece) {
   keep_order();
   const RowRange rows = rows_touched(piece.rows);
-  for (int64_t row = rows.begin; row < rows.end; row += kRowsTogether) score_sixteen(tile, row, piece);
+  for (int64_t row = rows.begin; row < rows.end; row += kRowsTogether)
+    row == rows.begin ? score_sixteen<true>(tile, row, piece) : score_sixteen<false>(tile, row, piece);
 }
 
 template <>
@@ -130,7 +148,8 @@ void add_piece<Compute::bf16>(const QueryTile<Compute::bf16>& tile, const Piece&
   keep_order();
   const RowRange rows = rows_touched(piece.rows);
   for (int64_t row = rows.begin; row < rows.end; row += kRowsTogether)
-    for (int64_t d = 0; d < tile.head_size; d += 4 * kLanes) add_sixteen(tile, row, d, piece);
+    for (int64_t d = 0; d < tile.head_size; d += 4 * kLanes)
+      row == rows.begin ? add_sixteen<true>(tile, row, d, piece) : add_sixteen<false>(tile, row, d, piece);
 }
 
 }  // namespace giveway::GW_SET

@@ -104,9 +104,6 @@ struct PanelsAbreast {
   }
 };
 
-// The compiler moves no load or store past this place.
-GW_INLINE void keep_order() { __asm__ volatile("" ::: "memory"); }
-
 // Rows and panels whose products are made at once. Their sums must stay in registers, and there must be enough of them
 // to hide the latency of multiply-add: sums of float32 products are two each, those of pairs one.
 #if defined(__AVX512F__)

@@ -1,11 +1,30 @@
 // Panel blocks as float32, on the way to a product. Included by kernels_*.cpp only.
 #pragma once
 
+#include <type_traits>
+
 #include "vec16.h"
 
 namespace giveway::GW_SET {
 
 constexpr bool is_read_plainly(Encoding encoding) { return encoding == Encoding::f32 || encoding == Encoding::bf16; }
+
+// Calls function(encoding) with the encoding as a constant.
+template <typename Function>
+GW_INLINE void with_encoding(Encoding encoding, Function function) {
+  switch (encoding) {
+    case Encoding::f32:
+      return function(std::integral_constant<Encoding, Encoding::f32>());
+    case Encoding::bf16:
+      return function(std::integral_constant<Encoding, Encoding::bf16>());
+    case Encoding::q8_0:
+      return function(std::integral_constant<Encoding, Encoding::q8_0>());
+    case Encoding::q4_0:
+      return function(std::integral_constant<Encoding, Encoding::q4_0>());
+    case Encoding::q4_1:
+      return function(std::integral_constant<Encoding, Encoding::q4_1>());
+  }
+}
 
 // Asks for the memory of a block some blocks ahead (panels follow each other). Decoding takes so long per byte that the
 // processor does not look far enough ahead by itself; where weights are not decoded it does, and is only disturbed.

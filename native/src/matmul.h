@@ -10,7 +10,6 @@
 #include "decode.h"
 #include "kernels.h"
 #include "matmul_amx.h"
-#include "matmul_bf16.h"
 #include "matmul_dot.h"
 #include "matmul_epilogue.h"
 #include "matmul_tile.h"
@@ -146,25 +145,6 @@ static void multiply_group(const Group& group, MatmulScratch& scratch) {
   }
 }
 
-using GroupFunction = void (*)(const Group&, MatmulScratch&);
-
-template <Compute compute>
-static GroupFunction group_function(Encoding encoding) {
-  switch (encoding) {
-    case Encoding::f32:
-      return multiply_group<Encoding::f32, compute>;
-    case Encoding::bf16:
-      return multiply_group<Encoding::bf16, compute>;
-    case Encoding::q8_0:
-      return multiply_group<Encoding::q8_0, compute>;
-    case Encoding::q4_0:
-      return multiply_group<Encoding::q4_0, compute>;
-    case Encoding::q4_1:
-      return multiply_group<Encoding::q4_1, compute>;
-  }
-  return nullptr;
-}
-
 // Rows of a chunk: as many as the second cache holds, chunks of equal size, whole tiles where that changes little.
 GW_INLINE int64_t choose_chunk_rows(int64_t num_rows, int64_t x_stride) {
   const int64_t fitting = kChunkBytes / (x_stride * static_cast<int64_t>(sizeof(float)));
@@ -172,11 +152,10 @@ GW_INLINE int64_t choose_chunk_rows(int64_t num_rows, int64_t x_stride) {
   return std::min(most, rounded_up(equal_part(std::max<int64_t>(num_rows, 1), most), kTileRows));
 }
 
-template <Compute compute>
+template <Compute compute, Encoding encoding>
 static void multiply_floats(const MatmulArgs& args) {
   const Panels& weights = *args.weights;
   MatmulScratch& scratch = *reinterpret_cast<MatmulScratch*>(args.scratch);
-  const GroupFunction multiply = group_function<compute>(weights.encoding);
   const int64_t chunk_rows = choose_chunk_rows(args.num_rows, args.x_stride);
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
     Group group{static_cast<const float*>(args.x) + first * args.x_stride,
@@ -189,10 +168,15 @@ static void multiply_floats(const MatmulArgs& args) {
     for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2) {
       group.panels = weights.panel(panel);
       group.num_panels = std::min<int64_t>(2, args.last_panel - panel);
-      multiply(group, scratch);
+      multiply_group<encoding, compute>(group, scratch);
       finish(args, first, group.num_rows, panel, group.num_panels, scratch.totals);
     }
   }
+}
+
+template <Compute compute>
+static void multiply_floats(const MatmulArgs& args) {
+  with_encoding(args.weights->encoding, [&](auto encoding) { multiply_floats<compute, encoding>(args); });
 }
 
 static void matmul(const MatmulArgs& args) {

@@ -5,9 +5,12 @@
 // VDPBF16PS (denormal numbers are taken and given as zero).
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
-#include "matmul_bf16.h"
+#include "kernels.h"
+#include "matmul_epilogue.h"
+#include "pairs.h"
 #include "register_tile.h"
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
@@ -17,6 +20,27 @@ namespace giveway::GW_SET {
 inline constexpr int kDotRows = 12;       // rows that two panels of pairs are multiplied with at once
 inline constexpr int kDirectDotRows = 4;  // up to so many rows, weights are decoded in registers for each product
 inline constexpr int kDirectPanels = 4;   // decoded abreast: a single row has no other independent sums
+
+inline constexpr int64_t kPartRows = 48;  // rows that are multiplied with two decoded panels at a time
+inline constexpr int64_t kChunkBytesOfPairs = int64_t{1} << 20;  // activations that share what was decoded
+
+// The panel's weights as pairs: where they lie if they are stored so, else decoded into scratch.
+template <Encoding encoding>
+static const uint16_t* panel_pairs(const Panels& panels, int64_t panel, uint16_t* scratch) {
+  const std::byte* data = panels.panel(panel);
+  if constexpr (encoding == Encoding::bf16) return reinterpret_cast<const uint16_t*>(data);
+  decode_pairs<encoding>(data, panels.num_blocks(), scratch);
+  return scratch;
+}
+
+// Two panels by all rows of a part; weights as [blocks][16 pairs][16 columns][2].
+struct PairStrip {
+  const uint16_t* x;  // [rows][x_stride]
+  int64_t x_stride;
+  const uint16_t* weights[2];
+  int64_t num_panels, num_blocks;
+  float* totals;  // [kPartRows][2 panels][16 columns]
+};
 
 template <int rows, int panels>
 static void multiply_dots(const PairStrip& strip, int64_t first_row) {
@@ -120,29 +144,55 @@ static void multiply_few(const MatmulArgs& args) {
   }
 }
 
-static void multiply_bf16(const MatmulArgs& args) {
-  if (args.num_rows <= kDirectDotRows) {
-    switch (args.weights->encoding) {
-      case Encoding::f32:
-        return multiply_few<Encoding::f32>(args);
-      case Encoding::bf16:
-        return multiply_few<Encoding::bf16>(args);
-      case Encoding::q8_0:
-        return multiply_few<Encoding::q8_0>(args);
-      case Encoding::q4_0:
-        return multiply_few<Encoding::q4_0>(args);
-      case Encoding::q4_1:
-        return multiply_few<Encoding::q4_1>(args);
+// Scratch: the totals of a part, then two decoded panels.
+static int64_t bf16_scratch_bytes(int64_t num_inputs) {
+  const int64_t num_blocks = (num_inputs + kBlockK - 1) / kBlockK;
+  return kPartRows * kTotalsStride * static_cast<int64_t>(sizeof(float)) + 2 * num_blocks * kPairWords * 2;
+}
+
+static void multiply_part(const PairStrip& strip, int64_t num_rows) {
+  constexpr auto sizes = std::make_integer_sequence<int, kDotRows>();
+  // Tiles of nearly equal size: a small one at the end has too few independent sums.
+  for (int64_t first = 0; first < num_rows;) {
+    const int64_t rows = equal_part(num_rows - first, kDotRows);
+    (strip.num_panels == 2 ? dot_function<2>(rows, sizes) : dot_function<1>(rows, sizes))(strip, first);
+    first += rows;
+  }
+}
+
+template <Encoding encoding>
+static void multiply_many(const MatmulArgs& args) {
+  const Panels& panels = *args.weights;
+  float* totals = reinterpret_cast<float*>(args.scratch);
+  uint16_t* decoded = reinterpret_cast<uint16_t*>(totals + kPartRows * kTotalsStride);
+  const int64_t fitting = kChunkBytesOfPairs / (args.x_stride * 2) / kPartRows * kPartRows;
+  const int64_t chunk_rows = std::max(fitting, kPartRows);
+  for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
+    const int64_t last = std::min(first + chunk_rows, args.num_rows);
+    const int64_t part_rows = equal_part(last - first, kPartRows);
+    for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2) {
+      PairStrip strip{nullptr,
+                      args.x_stride,
+                      {nullptr, nullptr},
+                      std::min<int64_t>(2, args.last_panel - panel),
+                      panels.num_blocks(),
+                      totals};
+      for (int64_t index = 0; index < strip.num_panels; ++index)
+        strip.weights[index] =
+            panel_pairs<encoding>(panels, panel + index, decoded + index * strip.num_blocks * kPairWords);
+      for (int64_t row = first; row < last; row += part_rows) {
+        const int64_t num_rows = std::min(part_rows, last - row);
+        strip.x = static_cast<const uint16_t*>(args.x) + row * args.x_stride;
+        multiply_part(strip, num_rows);
+        finish(args, row, num_rows, panel, strip.num_panels, totals);
+      }
     }
   }
-  multiply_bf16(args, [](const PairStrip& strip, int64_t num_rows) {
-    constexpr auto sizes = std::make_integer_sequence<int, kDotRows>();
-    // Tiles of nearly equal size: a small one at the end has too few independent sums.
-    for (int64_t first = 0; first < num_rows;) {
-      const int64_t rows = equal_part(num_rows - first, kDotRows);
-      (strip.num_panels == 2 ? dot_function<2>(rows, sizes) : dot_function<1>(rows, sizes))(strip, first);
-      first += rows;
-    }
+}
+
+static void multiply_bf16(const MatmulArgs& args) {
+  with_encoding(args.weights->encoding, [&](auto encoding) {
+    args.num_rows <= kDirectDotRows ? multiply_few<encoding>(args) : multiply_many<encoding>(args);
   });
 }
 

@@ -28,6 +28,10 @@ namespace giveway::GW_SET {
 // Whether this set stores activations of Compute::bf16 as 2-byte values, as its product instructions want them.
 inline constexpr bool kPacksBf16 = GW_PACKS_BF16;
 
+// The compiler moves no load or store past this place. Intrinsics that load AMX tiles do not tell it which memory they
+// read: what they are to find must be stored before.
+GW_INLINE void keep_order() { __asm__ volatile("" ::: "memory"); }
+
 #if defined(__AVX512F__)
 
 struct v16 {
