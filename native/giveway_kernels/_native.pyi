@@ -21,6 +21,7 @@ class Matrix:
         compute: str,
         is_interleaved: bool = False,
         num_threads: int = 1,
+        isa: str = "",
     ) -> Matrix: ...
     @property
     def num_outputs(self) -> int: ...

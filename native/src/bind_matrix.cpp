@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bind.h"
+#include "bind_rows.h"
 
 namespace nb = nanobind;
 
@@ -39,7 +39,7 @@ int64_t output_of(size_t part, int64_t row, int64_t first_output, size_t num_par
 }
 
 std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs, const std::string& compute,
-                             bool is_interleaved, int num_threads) {
+                             bool is_interleaved, int num_threads, const std::string& isa) {
   require(!parts.empty(), "nothing to pack");
   std::vector<Source> sources;
   int64_t num_outputs = 0;
@@ -59,8 +59,9 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
   // Parts stored in different ways are widened to what is multiplied.
   const Encoding encoding =
       is_mixed ? (type == Compute::bf16 ? Encoding::bf16 : Encoding::f32) : encoding_of(sources[0], type);
+  const PanelOrder order = kernels_or_chosen(isa).panel_order(type);
   nb::gil_scoped_release released;
-  auto matrix = std::make_shared<Matrix>(encoding, num_outputs, num_inputs);
+  auto matrix = std::make_shared<Matrix>(encoding, order, num_outputs, num_inputs);
   int64_t first_output = 0;
   for (size_t part = 0; part < parts.size(); ++part) {
     const Rows& rows = std::get<1>(parts[part]);
@@ -81,10 +82,13 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
 void bind_matrix(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix", "A weight matrix [num_outputs, num_inputs], packed for the products of this library.")
       .def_static("pack", &pack, nb::arg("parts"), nb::kw_only(), nb::arg("num_inputs"), nb::arg("compute"),
-                  nb::arg("is_interleaved") = false, nb::arg("num_threads") = 1,
+                  nb::arg("is_interleaved") = false, nb::arg("num_threads") = 1, nb::arg("isa") = "",
                   "Pack stored rows. parts: (encoding as in the file, uint8 [rows, bytes of a row]); one below the "
                   "other, or panels\n"
-                  "of 16 outputs in turn. compute: 'f32' or 'bf16'. Raises ValueError.")
+                  "of 16 outputs in turn. compute: 'f32' or 'bf16'. isa: the instruction set that is to multiply it "
+                  "(empty: the "
+                  "chosen one);\n"
+                  "some lay weights out in their own order. Raises ValueError.")
       .def_prop_ro("num_outputs", [](const Matrix& matrix) { return matrix.panels().num_outputs; })
       .def_prop_ro("num_inputs", [](const Matrix& matrix) { return matrix.panels().num_inputs; })
       .def_prop_ro("num_bytes", [](const Matrix& matrix) { return matrix.panels().bytes(); })

@@ -27,6 +27,7 @@ OwnedFloats multiply(const InArray<float, 2>& x, const std::shared_ptr<Matrix>& 
   const auto num_rows = static_cast<int64_t>(x.shape(0));
   const int64_t stride = panels.num_panels() * kPanelColumns;
   const Compute type = compute_named(compute);
+  check_order(panels, kernels, type);
   Activations input(kernels, type, num_rows, panels.num_inputs), gated(kernels, type, num_rows, stride / 2);
   AlignedBuffer sums(num_rows * stride * 4), padded_bias(stride * 4);
   if (bias) std::memcpy(padded_bias.data(), bias->data(), bias->size() * 4);

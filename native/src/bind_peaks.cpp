@@ -70,7 +70,9 @@ std::shared_ptr<Workload> product(std::shared_ptr<Matrix> matrix, int64_t num_ro
   require(num_outputs > 0 && num_outputs % unit == 0,
           "the outputs of a product must be a multiple of " + std::to_string(unit));
   require(num_outputs <= matrix->panels().num_outputs, "the matrix has fewer outputs than the product");
-  return std::make_shared<ProductWorkload>(kernels_or_chosen(isa), std::move(matrix), shape);
+  const Kernels& kernels = kernels_or_chosen(isa);
+  check_order(matrix->panels(), kernels, shape.compute);
+  return std::make_shared<ProductWorkload>(kernels, std::move(matrix), shape);
 }
 
 AttentionShape attention_shape(int64_t num_sequences, int64_t num_rows, int64_t context, int64_t num_heads,

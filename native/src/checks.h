@@ -4,12 +4,18 @@
 #include <stdexcept>
 #include <string>
 
-#include "types.h"
+#include "kernels.h"
 
 namespace giveway {
 
 inline void require(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
+}
+
+// Some instruction sets want the weights in an order of their own.
+inline void check_order(const Panels& panels, const Kernels& kernels, Compute compute) {
+  require(panels.order == kernels.panel_order(compute),
+          std::string("the matrix was packed for another instruction set or type than ") + kernels.name);
 }
 
 inline void check_heads(int64_t num_heads, int64_t num_kv_heads, int64_t head_size) {

@@ -37,6 +37,29 @@ static void to_activations(const float* values, int64_t size, Compute compute, v
   }
 }
 
+// A row of panels that list outputs first.
+template <Encoding encoding>
+static void embed_row(const Panels& table, int64_t token, float* out) {
+  const std::byte* block = table.panel(token / kPanelColumns);
+  const int64_t column = token % kPanelColumns;
+  const auto half = [&](int64_t offset) {
+    return half_to_float(reinterpret_cast<const uint16_t*>(block + offset)[column]);
+  };
+  for (int64_t k = 0; k < table.num_inputs; ++k) {
+    if (k > 0 && k % kBlockK == 0) block += panel_block_bytes(encoding);
+    const int64_t at = column * kBlockK + k % kBlockK;
+    if constexpr (encoding == Encoding::bf16) {
+      out[k] = bf16_to_float(reinterpret_cast<const uint16_t*>(block)[at]);
+    } else if constexpr (encoding == Encoding::q8_0) {
+      out[k] = half(512) * static_cast<float>(reinterpret_cast<const int8_t*>(block)[at]);
+    } else if constexpr (encoding != Encoding::f32) {
+      const uint16_t word = reinterpret_cast<const uint16_t*>(block)[column / 4 * kBlockK + k % kBlockK];
+      const float scale = half(256), minimum = encoding == Encoding::q4_1 ? half(288) : scale * -8.0f;
+      out[k] = scale * static_cast<float>(word >> column % 4 * 4 & 15) + minimum;  // the product is exact
+    }
+  }
+}
+
 // Decodes whole panels and keeps one column of each: sixteen times too much, and still nothing beside a step.
 template <Encoding encoding>
 static void embed_from(const Panels& table, int64_t token, float* out) {
@@ -54,18 +77,10 @@ static void embed_from(const Panels& table, int64_t token, float* out) {
 }
 
 static void embed(const Panels& table, int64_t token, float* out) {
-  switch (table.encoding) {
-    case Encoding::f32:
-      return embed_from<Encoding::f32>(table, token, out);
-    case Encoding::bf16:
-      return embed_from<Encoding::bf16>(table, token, out);
-    case Encoding::q8_0:
-      return embed_from<Encoding::q8_0>(table, token, out);
-    case Encoding::q4_0:
-      return embed_from<Encoding::q4_0>(table, token, out);
-    case Encoding::q4_1:
-      return embed_from<Encoding::q4_1>(table, token, out);
-  }
+  with_encoding(table.encoding, [&](auto encoding) {
+    table.order == PanelOrder::inputs_first ? embed_from<encoding>(table, token, out)
+                                            : embed_row<encoding>(table, token, out);
+  });
 }
 
 // Norm (if there is one) and rotation of one head. Both arrays have kLanes floats of room after the head: half a head

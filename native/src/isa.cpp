@@ -13,6 +13,8 @@
 #include <unistd.h>
 #endif
 
+#include "panels.h"
+
 namespace giveway {
 namespace {
 
@@ -91,20 +93,26 @@ void on_illegal_instruction(int) { siglongjmp(illegal_instruction, 1); }
 // that avx512_bf16 can be compared too.
 bool multiplies_rightly(const Kernels& kernels) {
   constexpr int64_t kRows = 5, kInputs = 64, kOutputs = 32, kBuffer = 16;
-  alignas(64) static float weights[kOutputs * kInputs], values[kBuffer * kInputs], out[kBuffer * kOutputs];
+  alignas(64) static float values[kBuffer * kInputs], out[kBuffer * kOutputs];
   alignas(64) static std::byte activations[kBuffer * kInputs * sizeof(float)];
-  for (int64_t i = 0; i < kOutputs * kInputs; ++i) weights[i] = static_cast<float>((i * 7 + i / 16) % 9 - 4);
+  const auto weight = [](int64_t output, int64_t k) { return static_cast<float>((k * 112 + output * 7 + k) % 9 - 4); };
   for (int64_t i = 0; i < kRows * kInputs; ++i) values[i] = static_cast<float>((i * 5 + i / 8) % 7 - 3);
-  const Panels panels{reinterpret_cast<const std::byte*>(weights), Encoding::f32, kOutputs, kInputs};
   std::vector<std::byte> scratch(static_cast<size_t>(kernels.matmul_scratch_bytes(kInputs)) + 64);
   const auto address = reinterpret_cast<uintptr_t>(scratch.data());
   for (Compute compute : {Compute::f32, Compute::bf16}) {
     const int64_t element = kernels.activation_bytes(compute);
+    const Encoding encoding = compute == Compute::bf16 ? Encoding::bf16 : Encoding::f32;
+    Matrix matrix(encoding, kernels.panel_order(compute), kOutputs, kInputs);
+    for (int64_t output = 0; output < kOutputs; ++output) {
+      float row[kInputs];
+      for (int64_t k = 0; k < kInputs; ++k) row[k] = weight(output, k);
+      matrix.pack_row(output, Source::f32, reinterpret_cast<const uint8_t*>(row));
+    }
     const uint32_t state = kernels.enter();
     for (int64_t row = 0; row < kRows; ++row)
       kernels.to_activations(values + row * kInputs, kInputs, compute, activations + row * kInputs * element);
     MatmulArgs args;
-    args.x = activations, args.x_stride = kInputs, args.num_rows = kRows, args.weights = &panels;
+    args.x = activations, args.x_stride = kInputs, args.num_rows = kRows, args.weights = &matrix.panels();
     args.last_panel = 2, args.compute = compute, args.out = out, args.out_stride = kOutputs;
     args.scratch = scratch.data() + (64 - address % 64) % 64;
     kernels.matmul(args);
@@ -112,8 +120,7 @@ bool multiplies_rightly(const Kernels& kernels) {
     for (int64_t row = 0; row < kRows; ++row)
       for (int64_t column = 0; column < kOutputs; ++column) {
         float wanted = 0;
-        for (int64_t k = 0; k < kInputs; ++k)
-          wanted += values[row * kInputs + k] * weights[(column / 16 * kInputs + k) * 16 + column % 16];
+        for (int64_t k = 0; k < kInputs; ++k) wanted += values[row * kInputs + k] * weight(column, k);
         if (out[row * kOutputs + column] != wanted) return false;
       }
   }

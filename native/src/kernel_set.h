@@ -10,11 +10,24 @@
 
 namespace giveway::GW_SET {
 
-static constexpr Kernels make_kernels(const char* name, int64_t row_multiple = 1) {
-  return {
-      name,     kPacksBf16, row_multiple, flush_denormals, restore_mode, matmul_scratch_bytes, attention_scratch_bytes,
-      matmul,   attention,  rotate,       rms_norm,        embed,        to_activations,       multiply_peak,
-      read_peak};
+static constexpr Kernels make_kernels(const char* name, int64_t row_multiple = 1,
+                                      PanelOrder bf16_order = PanelOrder::inputs_first) {
+  return {name,
+          kPacksBf16,
+          row_multiple,
+          bf16_order,
+          flush_denormals,
+          restore_mode,
+          matmul_scratch_bytes,
+          attention_scratch_bytes,
+          matmul,
+          attention,
+          rotate,
+          rms_norm,
+          embed,
+          to_activations,
+          multiply_peak,
+          read_peak};
 }
 
 }  // namespace giveway::GW_SET

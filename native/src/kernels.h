@@ -39,6 +39,7 @@ struct MatmulArgs {
   void* out = nullptr;     // float32 [num_rows][out_stride]; for Epilogue::gate activations, column 16 * (panel / 2)
   int64_t out_stride = 0;  // elements. Columns up to 16 * last_panel are written, also beyond num_outputs
   std::byte* scratch = nullptr;  // matmul_scratch_bytes, 64-byte aligned, this thread's own
+  bool same_x = false;  // as in the call before, and the scratch is as that call left it: what it made of x is there
 };
 
 struct AttentionArgs {
@@ -82,9 +83,10 @@ struct RotateArgs {
 
 struct Kernels {
   const char* name;
-  bool packs_bf16;       // with Compute::bf16 activations are stored as 2-byte bfloat16; else as float32, rounded
-  int64_t row_multiple;  // buffers of activations have a multiple of this many rows
-  uint32_t (*enter)();   // returns what leave() needs; once per thread and step
+  bool packs_bf16;        // with Compute::bf16 activations are stored as 2-byte bfloat16; else as float32, rounded
+  int64_t row_multiple;   // buffers of activations have a multiple of this many rows
+  PanelOrder bf16_order;  // of the weights that are multiplied with Compute::bf16; for others: inputs first
+  uint32_t (*enter)();    // returns what leave() needs; once per thread and step
   void (*leave)(uint32_t state);
   int64_t (*matmul_scratch_bytes)(int64_t num_inputs);
   int64_t (*attention_scratch_bytes)(const KvLayout& layout, int64_t group_size);
@@ -105,6 +107,9 @@ struct Kernels {
 
   // Of one element of activations.
   int64_t activation_bytes(Compute compute) const { return compute == Compute::bf16 && packs_bf16 ? 2 : 4; }
+  PanelOrder panel_order(Compute compute) const {
+    return compute == Compute::bf16 ? bf16_order : PanelOrder::inputs_first;
+  }
 };
 
 extern const Kernels kernels_scalar;

@@ -28,6 +28,13 @@ void check_vector(const Floats& values, int64_t size, bool may_lack, const char*
               std::to_string(size));
 }
 
+void check_orders(const ModelWeights& weights, const Kernels& kernels, Compute compute) {
+  check_order(weights.embedding->panels(), kernels, compute);
+  check_order(weights.head->panels(), kernels, compute);
+  for (const LayerWeights& layer : weights.layers)
+    for (const SharedMatrix& matrix : layer.matrices()) check_order(matrix->panels(), kernels, compute);
+}
+
 void check_weights(const ModelShape& shape, const ModelWeights& weights) {
   check_heads(shape.num_heads, shape.num_kv_heads, shape.head_size);
   require(shape.intermediate_size > 0 && shape.intermediate_size % kPanelColumns == 0,
@@ -65,6 +72,7 @@ Model::Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine,
       sine_(std::move(sine)),
       kernels_(kernels) {
   check_weights(shape_, weights_);
+  check_orders(weights_, kernels_, shape_.compute);
   // Read by whole panels: what lies beyond the outputs is added to columns that nobody reads.
   for (LayerWeights& layer : weights_.layers)
     if (!layer.output_bias.empty())
@@ -82,8 +90,7 @@ int64_t Model::weight_bytes() const {
   int64_t total = weights_.embedding->panels().bytes();
   if (weights_.head != weights_.embedding) total += weights_.head->panels().bytes();
   for (const LayerWeights& layer : weights_.layers)
-    for (const SharedMatrix& matrix : {layer.query, layer.key, layer.value, layer.output, layer.gate_up, layer.down})
-      total += matrix->panels().bytes();
+    for (const SharedMatrix& matrix : layer.matrices()) total += matrix->panels().bytes();
   return total;
 }
 
@@ -227,15 +234,18 @@ class Model::Worker {
                           {*layer.key, layer.key_bias, shape_.query_columns()},
                           {*layer.value, layer.value_bias, shape_.query_columns() + shape_.key_columns()}};
     const int64_t granularity = panels_together(batch_.num_rows, Epilogue::store);
+    bool same_x = false;  // after the first piece
     share(shape_.qkv_columns() / kPanelColumns, granularity, [&](int64_t first, int64_t last) {
       int64_t before = 0;
       for (const Part& part : parts) {
         const int64_t num_panels = part.matrix.panels().num_panels();
         const int64_t begin = std::max(first - before, int64_t{0}), end = std::min(last - before, num_panels);
-        if (begin < end)
+        if (begin < end) {
           multiply_panels(part.matrix, model_.normed_.data(), model_.normed_stride(), Epilogue::store,
                           float_row(model_.qkv_, 0, qkv_stride()) + part.first_column, qkv_stride(),
-                          data_or_null(part.bias), begin, end);
+                          data_or_null(part.bias), begin, end, same_x);
+          same_x = true;
+        }
         before += num_panels;
       }
     });
@@ -293,13 +303,15 @@ class Model::Worker {
 
   void multiply(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, std::byte* out,
                 int64_t out_stride, const float* bias) {
+    bool same_x = false;  // after the first piece
     share(matrix.panels().num_panels(), panels_together(batch_.num_rows, epilogue), [&](int64_t first, int64_t last) {
-      multiply_panels(matrix, x, x_stride, epilogue, out, out_stride, bias, first, last);
+      multiply_panels(matrix, x, x_stride, epilogue, out, out_stride, bias, first, last, same_x);
+      same_x = true;
     });
   }
 
   void multiply_panels(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, void* out,
-                       int64_t out_stride, const float* bias, int64_t first, int64_t last) {
+                       int64_t out_stride, const float* bias, int64_t first, int64_t last, bool same_x) {
     MatmulArgs args;
     args.x = x;
     args.x_stride = x_stride;
@@ -314,6 +326,7 @@ class Model::Worker {
     args.out = out;
     args.out_stride = out_stride;
     args.scratch = scratch_;
+    args.same_x = same_x;
     kernels_.matmul(args);
   }
 
@@ -402,6 +415,7 @@ void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int
       args.first_panel = first;
       args.last_panel = last;
       kernels_.matmul(args);
+      args.same_x = true;
     });
     kernels_.leave(state);
   }

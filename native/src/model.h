@@ -1,6 +1,7 @@
 // A whole step of a decoder of the Llama family in one call: nothing is spent between operators.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -42,6 +43,8 @@ struct LayerWeights {
   Floats output_bias;
   SharedMatrix gate_up;  // [2 * intermediate, hidden], panels of gate and up in turn
   SharedMatrix down;     // [hidden, intermediate]
+
+  std::array<SharedMatrix, 6> matrices() const { return {query, key, value, output, gate_up, down}; }
 };
 
 struct ModelWeights {

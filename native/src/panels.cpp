@@ -135,11 +135,24 @@ float element(Source source, const uint8_t* row, int64_t index) {
   return 0;
 }
 
-// Nibbles of a ggml block (low: elements 0 to 15, high: 16 to 31) to those of a panel (low: even, high: odd).
-void pack_nibbles(const uint8_t* packed, std::byte* block, int64_t column) {
-  const auto nibble = [&](int at) { return at < 16 ? packed[at] & 15 : packed[at - 16] >> 4; };
-  for (int pair = 0; pair < 16; ++pair)
-    block[pair * kPanelColumns + column] = static_cast<std::byte>(nibble(2 * pair) | nibble(2 * pair + 1) << 4);
+// Nibbles of a ggml block: low ones are elements 0 to 15, high ones 16 to 31.
+void pack_nibbles(const uint8_t* packed, PanelOrder order, std::byte* block, int64_t column) {
+  for (int64_t k = 0; k < kBlockK; ++k) {
+    const int value = k < 16 ? packed[k] & 15 : packed[k - 16] >> 4;
+    if (order == PanelOrder::inputs_first) {
+      block[k / 2 * kPanelColumns + column] |= static_cast<std::byte>(value << (k % 2 * 4));
+    } else {
+      const int64_t word = column / 4 * kBlockK + k;
+      block[2 * word + column % 4 / 2] |= static_cast<std::byte>(value << (column % 2 * 4));
+    }
+  }
+}
+
+// Where weight `k` of a column lies, in elements from the start of a block; nibbles not.
+int64_t place_of(const Panels& panels, int64_t column, int64_t k) {
+  if (panels.order == PanelOrder::outputs_first) return column * kBlockK + k;
+  if (panels.encoding == Encoding::bf16) return (k / 2 * kPanelColumns + column) * 2 + k % 2;
+  return k * kPanelColumns + column;
 }
 
 void pack_half(const uint8_t* half, std::byte* halves, int64_t column) { std::memcpy(halves + 2 * column, half, 2); }
@@ -166,8 +179,8 @@ Encoding encoding_of(Source source, Compute compute) {
   }
 }
 
-Matrix::Matrix(Encoding encoding, int64_t num_outputs, int64_t num_inputs) {
-  panels_ = {nullptr, encoding, num_outputs, num_inputs};
+Matrix::Matrix(Encoding encoding, PanelOrder order, int64_t num_outputs, int64_t num_inputs) {
+  panels_ = {nullptr, encoding, order, num_outputs, num_inputs};
   memory_ = matrix_memory(panels_.bytes());
   panels_.data = memory_.get();
 }
@@ -184,27 +197,27 @@ void Matrix::pack_row(int64_t output, Source source, const uint8_t* row) {
     const uint8_t* stored = row + index * format.bytes;  // of the block formats
     switch (panels_.encoding) {
       case Encoding::q8_0:
-        for (int k = 0; k < kBlockK; ++k) target[k * kPanelColumns + column] = static_cast<std::byte>(stored[2 + k]);
+        for (int k = 0; k < kBlockK; ++k) target[place_of(panels_, column, k)] = static_cast<std::byte>(stored[2 + k]);
         pack_half(stored, target + 512, column);
         break;
       case Encoding::q4_0:
-        pack_nibbles(stored + 2, target, column);
+        pack_nibbles(stored + 2, panels_.order, target, column);
         pack_half(stored, target + 256, column);
         break;
       case Encoding::q4_1:
-        pack_nibbles(stored + 4, target, column);
+        pack_nibbles(stored + 4, panels_.order, target, column);
         pack_half(stored, target + 256, column);
         pack_half(stored + 2, target + 288, column);
         break;
       default:
         for (int64_t k = index * kBlockK; k < std::min((index + 1) * int64_t{kBlockK}, panels_.num_inputs); ++k) {
           const float value = element(source, row, k);
-          const int64_t at = k % kBlockK;
+          const int64_t at = place_of(panels_, column, k % kBlockK);
           if (panels_.encoding == Encoding::f32) {
-            std::memcpy(target + (at * kPanelColumns + column) * 4, &value, 4);
+            std::memcpy(target + at * 4, &value, 4);
           } else {
             const uint16_t rounded = to_bf16(value);
-            std::memcpy(target + ((at / 2 * kPanelColumns + column) * 2 + at % 2) * 2, &rounded, 2);
+            std::memcpy(target + at * 2, &rounded, 2);
           }
         }
     }

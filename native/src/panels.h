@@ -48,7 +48,7 @@ Encoding encoding_of(Source source, Compute compute);
 // A packed matrix that owns its memory.
 class Matrix {
  public:
-  Matrix(Encoding encoding, int64_t num_outputs, int64_t num_inputs);
+  Matrix(Encoding encoding, PanelOrder order, int64_t num_outputs, int64_t num_inputs);
   Matrix(Matrix&&) = default;
   Matrix(const Matrix&) = delete;
 

@@ -48,7 +48,7 @@ GW_INLINE void multiply_in_registers(int64_t rounds, Multiply multiply) {
 
 // Four sums of two by two tiles, as in a product of matrices.
 static int64_t bf16_peak(int64_t rounds) {
-  configure_tiles(32);
+  configure_tiles(16);
   for (int64_t round = 0; round < rounds; ++round) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);

@@ -30,12 +30,21 @@ enum class Compute : int { f32 = 0, bf16 = 1 };
 // How a panel of weights is stored.
 enum class Encoding : int { f32 = 0, bf16 = 1, q8_0 = 2, q4_0 = 3, q4_1 = 4 };
 
-// Bytes of one panel block: kPanelColumns outputs by kBlockK inputs. With p = pair of inputs (2p, 2p + 1), c = column:
-//   f32   float    [32 inputs][16 columns]
-//   bf16  uint16   [16 pairs][16 columns][2]                 what an AMX tile wants
-//   q8_0  int8     [32 inputs][16 columns], float16 d[16]
-//   q4_0  uint8    [16 pairs][16 columns], low nibble = input 2p, high = 2p + 1; float16 d[16]
-//   q4_1  the same, float16 d[16], float16 m[16]
+// In which order a panel block lists its weights: for instructions that multiply one input with sixteen outputs, or
+// for AMX, whose tiles take a row of inputs for each output.
+enum class PanelOrder : int { inputs_first = 0, outputs_first = 1 };
+
+// Bytes of one panel block: kPanelColumns outputs by kBlockK inputs. With p = pair of inputs (2p, 2p + 1), c = column
+// (output):
+//         inputs first                                               outputs first
+//   f32   float    [32 inputs][16 columns]                           (never)
+//   bf16  uint16   [16 pairs][16 columns][2]                         uint16 [16 columns][32 inputs]
+//   q8_0  int8     [32 inputs][16 columns]                           int8   [16 columns][32 inputs]
+//   q4_0  uint8    [16 pairs][16 columns], low nibble = input 2p,    uint16 [4 groups][32 inputs], nibble n from the
+//   low
+//                  high = 2p + 1                                            end on = column 4 * group + n
+//   q4_1  the same                                                   the same
+// After the quants: float16 d[16] (scales), for q4_1 then float16 m[16] (minima).
 constexpr int64_t panel_block_bytes(Encoding encoding) {
   switch (encoding) {
     case Encoding::f32:
@@ -57,6 +66,7 @@ constexpr int64_t panel_block_bytes(Encoding encoding) {
 struct Panels {
   const std::byte* data = nullptr;
   Encoding encoding = Encoding::f32;
+  PanelOrder order = PanelOrder::inputs_first;
   int64_t num_outputs = 0;
   int64_t num_inputs = 0;
 

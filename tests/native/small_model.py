@@ -56,9 +56,9 @@ class SmallModel:
         """Build the model of the kernels."""
         return Model.make(
             {**self.shape, "compute": compute},
-            [_packed_layer(layer, compute) for layer in self.layers],
-            embedding=_packed([self.embedding], compute),
-            head=_packed([self.head], compute),
+            [_packed_layer(layer, compute, isa) for layer in self.layers],
+            embedding=_packed([self.embedding], compute, isa),
+            head=_packed([self.head], compute, isa),
             final_norm=self.final_norm,
             cosine=self.cosine,
             sine=self.sine,
@@ -66,27 +66,28 @@ class SmallModel:
         )
 
 
-def _packed(parts: Sequence[Stored], compute: str, *, is_interleaved: bool = False) -> Matrix:
+def _packed(parts: Sequence[Stored], compute: str, isa: str, *, is_interleaved: bool = False) -> Matrix:
     return Matrix.pack(
         [(part.tensor.encoding.name, part.tensor.data) for part in parts],
         num_inputs=parts[0].values.shape[1],
         compute=compute,
         is_interleaved=is_interleaved,
+        isa=isa,
     )
 
 
-def _packed_layer(layer: dict[str, Stored | Floats], compute: str) -> dict[str, Matrix | Floats]:
+def _packed_layer(layer: dict[str, Stored | Floats], compute: str, isa: str) -> dict[str, Matrix | Floats]:
     packed: dict[str, Matrix | Floats] = {}
     for name, weight in layer.items():
         if isinstance(weight, Stored):
-            packed[name] = _packed([weight], compute)
+            packed[name] = _packed([weight], compute, isa)
         else:
             packed[name] = weight
     gate, up = layer["gate"], layer["up"]
     assert isinstance(gate, Stored)
     assert isinstance(up, Stored)
     del packed["gate"], packed["up"]
-    packed["gate_up"] = _packed([gate, up], compute, is_interleaved=True)
+    packed["gate_up"] = _packed([gate, up], compute, isa, is_interleaved=True)
     return packed
 
 

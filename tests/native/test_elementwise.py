@@ -88,7 +88,7 @@ def test_a_token_of_a_packed_table_is_decoded_to_the_bit_and_never_rounded(
     encoding: str, compute: str, isa: str
 ) -> None:
     stored, expected = stored_and_expected(encoding, 40, 3)
-    matrix = native.Matrix.pack([(encoding, stored)], num_inputs=96, compute=compute)
+    matrix = native.Matrix.pack([(encoding, stored)], num_inputs=96, compute=compute, isa=isa)
     tokens = np.array([39, 0, 16], np.int64)
     assert np.array_equal(native.embed(matrix, tokens, isa=isa), expected[tokens])
 

@@ -32,8 +32,17 @@ class Weights:
         stored = gguf.quants.quantize(np.ascontiguousarray(values), kind)
         self.values: Floats = gguf.quants.dequantize(stored, kind).astype(np.float32)
         self.num_inputs = values.shape[1]
-        rows = np.ascontiguousarray(stored).view(np.uint8).reshape(len(values), -1)
-        self.matrix = kernels.Matrix.pack([(encoding, rows)], num_inputs=self.num_inputs, compute=compute)
+        self._part = encoding, np.ascontiguousarray(stored).view(np.uint8).reshape(len(values), -1)
+        self._compute = compute
+        self._packed: dict[str, Any] = {}
+
+    def packed(self, isa: str = "") -> Any:
+        """The matrix as an instruction set wants it."""
+        if isa not in self._packed:
+            self._packed[isa] = kernels.Matrix.pack(
+                [self._part], num_inputs=self.num_inputs, compute=self._compute, isa=isa
+            )
+        return self._packed[isa]
 
 
 def normal(*shape: int, seed: int, scale: float = 1) -> Floats:
@@ -85,7 +94,7 @@ def test_products_are_those_of_float64_but_for_rounding(encoding: str, compute: 
     weights = Weights(encoding, normal(49, 320, seed=1, scale=1 / 8), compute)
     for num_rows in (1, 2, 5, 16, 33):
         x = normal(num_rows, 320, seed=num_rows)
-        got = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+        got = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
         left, right = (bf16(x), bf16(weights.values)) if compute == "bf16" else (x, weights.values)
         wanted = left.astype(np.float64) @ right.T.astype(np.float64)
         # Each rounding that a product goes through errs by half a unit of the sum so far.
@@ -99,8 +108,8 @@ def test_products_are_those_of_float64_but_for_rounding(encoding: str, compute: 
 def test_products_of_short_numbers_are_added_in_the_documented_order(compute: str, isa: str) -> None:
     # Goal: the order itself is pinned, with numbers whose products and sums are exact in float64.
     x, values = bf16(normal(7, 200, seed=2)), bf16(normal(33, 200, seed=3))
-    weights = Weights("F32", values)
-    got = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+    weights = Weights("F32", values, compute)
+    got = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     in_blocks, in_dots = product_in_block_order(x, values), product_in_dot_order(x, values)
     assert not same_bits(in_blocks, in_dots)  # else this would show nothing
     assert same_bits(got, in_blocks if adds_in_block_order(isa, compute) else in_dots)
@@ -113,10 +122,10 @@ def test_a_row_is_the_same_to_the_bit_whatever_the_number_of_rows(encoding: str,
     num_rows = 1024 if isa != "scalar" else 260
     weights = Weights(encoding, normal(33, 96, seed=4), compute)
     x = normal(num_rows, 96, seed=5)
-    whole = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+    whole = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     for count in [*range(1, 26), 31, 32, 33, 47, 64, 120, 121, 127, 250, num_rows - 1]:
         first = (count * 37) % (num_rows - count + 1)
-        part = kernels.multiply(x[first : first + count].copy(), weights.matrix, compute=compute, isa=isa)
+        part = kernels.multiply(x[first : first + count].copy(), weights.packed(isa), compute=compute, isa=isa)
         assert same_bits(part, whole[first : first + count]), count
 
 
@@ -127,9 +136,9 @@ def test_long_rows_are_the_same_to_the_bit_whatever_the_number_of_rows(compute: 
     num_inputs, num_rows = 3200, 40
     weights = Weights("Q4_1", normal(32, num_inputs, seed=6), compute)
     x = normal(num_rows, num_inputs, seed=7)
-    whole = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+    whole = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     for count in (1, 2, 3, 7, 17, 25):
-        assert same_bits(kernels.multiply(x[:count].copy(), weights.matrix, compute=compute, isa=isa), whole[:count])
+        assert same_bits(kernels.multiply(x[:count].copy(), weights.packed(isa), compute=compute, isa=isa), whole[:count])
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -141,8 +150,8 @@ def test_every_instruction_set_gives_the_bits_of_the_scalar_one(encoding: str, c
     weights = Weights(encoding, normal(50, 352, seed=8), compute)
     for num_rows in (1, 4, 16, 17, 40):
         x = normal(num_rows, 352, seed=9)
-        wanted = kernels.multiply(x, weights.matrix, compute=compute, isa="scalar")
-        assert same_bits(kernels.multiply(x, weights.matrix, compute=compute, isa=isa), wanted)
+        wanted = kernels.multiply(x, weights.packed("scalar"), compute=compute, isa="scalar")
+        assert same_bits(kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa), wanted)
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -153,8 +162,8 @@ def test_encoded_weights_give_the_bits_of_unpacked_ones(encoding: str, compute: 
     unpacked = Weights("F32", weights.values, compute)
     for num_rows in (1, 3, 20):
         x = normal(num_rows, 288, seed=11)
-        wanted = kernels.multiply(x, unpacked.matrix, compute=compute, isa=isa)
-        assert same_bits(kernels.multiply(x, weights.matrix, compute=compute, isa=isa), wanted)
+        wanted = kernels.multiply(x, unpacked.packed(isa), compute=compute, isa=isa)
+        assert same_bits(kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa), wanted)
 
 
 def test_matrices_that_lie_in_the_same_pages_come_and_go_one_by_one() -> None:
@@ -164,11 +173,11 @@ def test_matrices_that_lie_in_the_same_pages_come_and_go_one_by_one() -> None:
     alive: dict[int, tuple[Weights, Floats]] = {}
     for number in range(300):  # 60 MiB in all, of which a third is alive at a time
         weights = Weights("F32", normal(int(rng.integers(1, 1024)), 96, seed=number))
-        alive[number] = weights, kernels.multiply(x, weights.matrix)
+        alive[number] = weights, kernels.multiply(x, weights.packed())
         if len(alive) > 100:
             del alive[int(rng.choice(list(alive)))]
     for weights, wanted in alive.values():
-        assert same_bits(kernels.multiply(x, weights.matrix), wanted)
+        assert same_bits(kernels.multiply(x, weights.packed()), wanted)
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -176,9 +185,9 @@ def test_matrices_that_lie_in_the_same_pages_come_and_go_one_by_one() -> None:
 def test_threads_share_out_panels_and_change_nothing(compute: str, isa: str) -> None:
     weights = Weights("Q4_1", normal(16 * 7, 64, seed=12), compute)
     x = normal(19, 64, seed=13)
-    alone = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+    alone = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     for num_threads in (2, 3, 5, 9):
-        assert same_bits(kernels.multiply(x, weights.matrix, compute=compute, isa=isa, num_threads=num_threads), alone)
+        assert same_bits(kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa, num_threads=num_threads), alone)
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -189,7 +198,7 @@ def test_sizes_that_fill_no_block_or_panel(num_inputs: int, compute: str, isa: s
         weights = Weights("F32", normal(num_outputs, num_inputs, seed=14), compute)
         for num_rows in (1, 6, 18):
             x = normal(num_rows, num_inputs, seed=15)
-            got = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+            got = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
             left, right = (bf16(x), bf16(weights.values)) if compute == "bf16" else (x, weights.values)
             assert got.shape == (num_rows, num_outputs)
             np.testing.assert_allclose(got, left.astype(np.float64) @ right.T.astype(np.float64), rtol=1e-4, atol=1e-4)
@@ -203,10 +212,10 @@ def test_an_output_has_the_same_bits_whatever_outputs_lie_beside_it(encoding: st
     values = normal(176, 96, seed=27)
     for num_rows in (1, 3, 4, 5, 12, 13, 25, 49):
         x = normal(num_rows, 96, seed=28)
-        whole = kernels.multiply(x, Weights(encoding, values, compute).matrix, compute=compute, isa=isa)
+        whole = kernels.multiply(x, Weights(encoding, values, compute).packed(isa), compute=compute, isa=isa)
         for num_panels in range(1, 11):
             part = Weights(encoding, values[: 16 * num_panels], compute)
-            got = kernels.multiply(x, part.matrix, compute=compute, isa=isa)
+            got = kernels.multiply(x, part.packed(isa), compute=compute, isa=isa)
             assert same_bits(got, np.ascontiguousarray(whole[:, : 16 * num_panels]))
 
 
@@ -217,10 +226,10 @@ def test_what_breaks_one_row_does_not_reach_its_neighbours(spoiler: float, compu
     weights = Weights("Q8_0", normal(32, 64, seed=16), compute)
     for num_rows in (2, 3, 6, 14, 33):
         x = normal(num_rows, 64, seed=17)
-        wanted = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+        wanted = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
         spoilt = x.copy()
         spoilt[num_rows // 2] = spoiler
-        got = kernels.multiply(spoilt, weights.matrix, compute=compute, isa=isa)
+        got = kernels.multiply(spoilt, weights.packed(isa), compute=compute, isa=isa)
         others = np.arange(num_rows) != num_rows // 2
         assert same_bits(got[others], wanted[others])
         assert not np.isfinite(got[num_rows // 2]).all()
@@ -235,11 +244,11 @@ def test_denormal_numbers_count_as_zero(compute: str, isa: str) -> None:
     small = Weights("F32", np.full((16, 32), 2.0**-100, np.float32), compute)
     denormal = Weights("F32", np.full((16, 32), tiny), compute)
     for num_rows in (1, 5, 18):
-        assert not kernels.multiply(np.full((num_rows, 32), tiny), ones.matrix, compute=compute, isa=isa).any()
+        assert not kernels.multiply(np.full((num_rows, 32), tiny), ones.packed(isa), compute=compute, isa=isa).any()
         into_nothing = np.full((num_rows, 32), 2.0**-40, np.float32)
-        assert not kernels.multiply(into_nothing, small.matrix, compute=compute, isa=isa).any()
+        assert not kernels.multiply(into_nothing, small.packed(isa), compute=compute, isa=isa).any()
         assert not kernels.multiply(
-            np.full((num_rows, 32), 2.0**60, np.float32), denormal.matrix, compute=compute, isa=isa
+            np.full((num_rows, 32), 2.0**60, np.float32), denormal.packed(isa), compute=compute, isa=isa
         ).any()
 
 
@@ -256,8 +265,8 @@ def test_numbers_near_the_ends_of_the_range_give_the_bits_of_the_scalar_set(comp
 
     weights = Weights("F32", wild(33, 96), compute)
     x = wild(21, 96)
-    wanted = kernels.multiply(x, weights.matrix, compute=compute, isa="scalar")
-    assert same_bits(kernels.multiply(x, weights.matrix, compute=compute, isa=isa), wanted)
+    wanted = kernels.multiply(x, weights.packed("scalar"), compute=compute, isa="scalar")
+    assert same_bits(kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa), wanted)
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -268,11 +277,11 @@ def test_bias_and_what_is_there_already_are_added_to_the_finished_product(
 ) -> None:
     weights = Weights("Q4_0", normal(40, 64, seed=19), compute)
     x, bias, onto = normal(num_rows, 64, seed=20), normal(40, seed=21), normal(num_rows, 40, seed=22)
-    product = kernels.multiply(x, weights.matrix, compute=compute, isa=isa)
+    product = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     run: Callable[..., Any] = kernels.multiply
-    assert same_bits(run(x, weights.matrix, compute=compute, isa=isa, bias=bias), product + bias)
-    assert same_bits(run(x, weights.matrix, compute=compute, isa=isa, epilogue="add", onto=onto), onto + product)
-    both = run(x, weights.matrix, compute=compute, isa=isa, epilogue="add", onto=onto, bias=bias)
+    assert same_bits(run(x, weights.packed(isa), compute=compute, isa=isa, bias=bias), product + bias)
+    assert same_bits(run(x, weights.packed(isa), compute=compute, isa=isa, epilogue="add", onto=onto), onto + product)
+    both = run(x, weights.packed(isa), compute=compute, isa=isa, epilogue="add", onto=onto, bias=bias)
     assert same_bits(both, onto + (product + bias))
 
 
@@ -283,18 +292,18 @@ def test_a_gated_product_is_the_activation_of_one_panel_times_the_next(gate: str
     weights = Weights("Q4_1", normal(64, 96, seed=23, scale=1 / 4), compute)
     for num_rows in (1, 5, 18):
         x = normal(num_rows, 96, seed=24)
-        product = kernels.multiply(x, weights.matrix, compute=compute, isa=isa).reshape(num_rows, 2, 2, 16)
+        product = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa).reshape(num_rows, 2, 2, 16)
         gates = product[:, :, 0].reshape(num_rows, 32).astype(np.float64)
         ups = product[:, :, 1].reshape(num_rows, 32).astype(np.float64)
         if gate == "silu":
             wanted = gates / (1 + np.exp(-gates)) * ups
         else:
             wanted = gates * (1 + np.tanh(np.sqrt(2 / np.pi) * (gates + 0.044715 * gates**3))) / 2 * ups
-        got = kernels.multiply(x, weights.matrix, compute=compute, isa=isa, epilogue="gate", gate=gate)
+        got = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa, epilogue="gate", gate=gate)
         np.testing.assert_allclose(got, wanted, rtol=2.0**-8 if compute == "bf16" else 2e-6, atol=1e-6)
         if compute == "bf16":
             assert same_bits(got, bf16(got))
         if adds_in_block_order(isa, compute):
             assert same_bits(
-                got, kernels.multiply(x, weights.matrix, compute=compute, isa="scalar", epilogue="gate", gate=gate)
+                got, kernels.multiply(x, weights.packed("scalar"), compute=compute, isa="scalar", epilogue="gate", gate=gate)
             )

@@ -226,7 +226,12 @@ def _large_matrix(encoding: str, num_inputs: int, setting: Setting, sizes: Sizes
     row_bytes = num_inputs * {"Q4_1": 20, "Q8_0": 34, "BF16": 64, "F32": 128}[encoding] // 32
     wanted = max(sizes.buffer_bytes // row_bytes, num_outputs, 2 * sizes.shape.intermediate_size)
     return random_matrix(
-        encoding, -(-wanted // 32) * 32, num_inputs, compute=setting.compute, num_threads=setting.num_threads
+        encoding,
+        -(-wanted // 32) * 32,
+        num_inputs,
+        compute=setting.compute,
+        isa=setting.isa,
+        num_threads=setting.num_threads,
     )
 
 

@@ -22,9 +22,19 @@ _STRIPE_ROWS = 256  # rows that are drawn; a matrix repeats them
 
 
 def random_matrix(
-    encoding: str, num_outputs: int, num_inputs: int, *, compute: str, num_threads: int, is_interleaved: bool = False
+    encoding: str,
+    num_outputs: int,
+    num_inputs: int,
+    *,
+    compute: str,
+    isa: str = "",
+    num_threads: int,
+    is_interleaved: bool = False,
 ) -> Matrix:
-    """Pack random weights stored as F32, BF16, Q8_0 or Q4_1. is_interleaved: as two halves, panels in turn."""
+    """Pack random weights stored as F32, BF16, Q8_0 or Q4_1, for one instruction set (empty: the chosen one).
+
+    is_interleaved: as two halves, panels in turn.
+    """
     stripe = _random_rows(encoding, num_inputs)
     num_parts = 2 if is_interleaved else 1
     rows = np.resize(stripe, (num_outputs // num_parts, stripe.shape[1]))
@@ -34,6 +44,7 @@ def random_matrix(
         compute=compute,
         is_interleaved=is_interleaved,
         num_threads=num_threads,
+        isa=isa,
     )
 
 
@@ -73,7 +84,7 @@ class RandomDecoder:
     def __init__(
         self, shape: ModelConfig, batches: Sequence[Batch], *, compute: str, isa: str, num_threads: int
     ) -> None:
-        self._shape, self._compute, self._num_threads = shape, compute, num_threads
+        self._shape, self._compute, self._isa, self._num_threads = shape, compute, isa, num_threads
         self._embedding = self._matrix("Q8_0", shape.vocab_size, shape.hidden_size)
         self._layers = [self._layer() for _ in range(shape.num_layers)]
         num_positions = max(batch.context for batch in batches)
@@ -103,6 +114,7 @@ class RandomDecoder:
             num_outputs,
             num_inputs,
             compute=self._compute,
+            isa=self._isa,
             num_threads=self._num_threads,
             is_interleaved=is_interleaved,
         )
