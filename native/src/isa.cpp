@@ -92,7 +92,7 @@ void on_illegal_instruction(int) { siglongjmp(illegal_instruction, 1); }
 // One small product with every compute type: [5, 64] by two panels. Sums in which every order of adding is exact, so
 // that avx512_bf16 can be compared too.
 bool multiplies_rightly(const Kernels& kernels) {
-  constexpr int64_t kRows = 5, kInputs = 64, kOutputs = 32, kBuffer = 16;
+  constexpr int64_t kRows = 5, kInputs = 64, kOutputs = 32, kBuffer = 32;
   alignas(64) static float values[kBuffer * kInputs], out[kBuffer * kOutputs];
   alignas(64) static std::byte activations[kBuffer * kInputs * sizeof(float)];
   const auto weight = [](int64_t output, int64_t k) { return static_cast<float>((k * 112 + output * 7 + k) % 9 - 4); };

@@ -8,6 +8,6 @@
 
 namespace giveway {
 
-const Kernels kernels_amx = amx::make_kernels("amx", 16, PanelOrder::outputs_first);
+const Kernels kernels_amx = amx::make_kernels("amx", 32, PanelOrder::outputs_first);
 
 }  // namespace giveway

@@ -23,6 +23,8 @@ inline constexpr int64_t kTileRows16 = 16;             // rows of a tile
 inline constexpr int64_t kTileWords = 16 * 2 * 16;     // bfloat16 values of a tile
 inline constexpr int64_t kFewRows = 4 * kTileRows16;   // up to so many, a panel is multiplied with all rows at once
 inline constexpr int64_t kPartRows = 2 * kTileRows16;  // more: rows that two panels are multiplied with at a time
+inline constexpr int64_t kBlocksOfRest =
+    4;  // until the totals of the part before can be read: storing tiles takes its time
 inline constexpr int64_t kAmxChunkBytes = int64_t{3} << 19;  // of activations that share what was decoded
 
 // What LDTILECFG reads.
@@ -47,7 +49,8 @@ struct FewScratch {
   alignas(64) float totals[2][2 * kFewRows * kPanelColumns];  // [turn][panels][tiles of rows][16 outputs][16 rows]
   alignas(64) float transposed[kTileRows16 * kTotalsStride];
   alignas(64) uint16_t rows[2][kTileWords];  // decoded a block before they are multiplied: storing takes its time
-  alignas(64) uint16_t x[];                  // [tiles of rows][blocks][16 pairs of inputs][16 rows][2]
+  alignas(64) float scales[32];
+  alignas(64) uint16_t x[];  // [tiles of rows][blocks][16 pairs of inputs][16 rows][2]
 };
 
 // Products of two panels that wait for their epilogue, row by row.
@@ -80,40 +83,54 @@ static void multiply_few(const MatmulArgs& args, const std::byte* data, const ui
                          FewScratch& scratch, float* totals, FewUnfinished& before) {
   const int64_t num_blocks = args.weights->num_blocks();
   const int64_t x_block = 8 * x_row_bytes, x_tile = num_blocks * kTileWords;  // words to the next block, tile of rows
-  const int64_t rows_a_block = (before.num_rows + 2 * num_blocks - 1) / (2 * num_blocks);
-  const auto multiply = [&](const uint16_t* rows) {
-    _tile_loadd(6, rows, 64);
-    _tile_loadd(4, x, x_row_bytes);
-    _tile_dpbf16ps(0, 6, 4);
-    if constexpr (tiles > 1) {
-      _tile_loadd(5, x + x_tile, x_row_bytes);
+  const int64_t rows_a_block = before.num_rows / (2 * std::max<int64_t>(num_blocks - kBlocksOfRest, 1)) + 1;
+  BlockRows<encoding> block{scratch.scales};
+  const auto rows_of = [&](int64_t index) -> const uint16_t* {
+    if constexpr (!BlockRows<encoding>::kDecodes)
+      return reinterpret_cast<const uint16_t*>(data + index * panel_block_bytes(encoding));
+    return scratch.rows[index % 2];
+  };
+  // Tile of rows `number` by block `index`.
+  const auto multiply = [&](auto number, int64_t index) {
+    const uint16_t* at = x + index * x_block + number * x_tile;
+    if constexpr (number == 0) {
+      _tile_loadd(6, rows_of(index), 64);
+      _tile_loadd(4, at, x_row_bytes);
+      _tile_dpbf16ps(0, 6, 4);
+    } else if constexpr (number == 1) {
+      _tile_loadd(5, at, x_row_bytes);
       _tile_dpbf16ps(1, 6, 5);
-    }
-    if constexpr (tiles > 2) {
-      _tile_loadd(4, x + 2 * x_tile, x_row_bytes);
+    } else if constexpr (number == 2) {
+      _tile_loadd(4, at, x_row_bytes);
       _tile_dpbf16ps(2, 6, 4);
-    }
-    if constexpr (tiles > 3) {
-      _tile_loadd(5, x + 3 * x_tile, x_row_bytes);
+    } else {
+      _tile_loadd(5, at, x_row_bytes);
       _tile_dpbf16ps(3, 6, 5);
     }
-    x += x_block;
+  };
+  const auto multiply_all = [&](int64_t index) {
+    multiply(std::integral_constant<int, 0>(), index);
+    if constexpr (tiles > 1) multiply(std::integral_constant<int, 1>(), index);
+    if constexpr (tiles > 2) multiply(std::integral_constant<int, 2>(), index);
+    if constexpr (tiles > 3) multiply(std::integral_constant<int, 3>(), index);
+  };
+  const auto decode = [&](int64_t index) {
+    block.open(data + index * panel_block_bytes(encoding));
+#pragma GCC unroll 4
+    for (int64_t group = 0; group < 4; ++group) block.decode(group, scratch.rows[index % 2]);
+    keep_order();
   };
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  const uint16_t* rows = decode_rows<encoding>(data, scratch.rows[0]);
-  for (int64_t block = 1; block < num_blocks; ++block) {
-    data += panel_block_bytes(encoding);
-    const uint16_t* next = decode_rows<encoding>(data, scratch.rows[block % 2]);
-    keep_order();
-    multiply(rows);
-    rows = next;
-    before.finish_some(args, scratch, rows_a_block);
+  decode(0);
+  for (int64_t index = 1; index < num_blocks; ++index) {
+    decode(index);
+    multiply_all(index - 1);
+    if (index >= kBlocksOfRest) before.finish_some(args, scratch, rows_a_block);
   }
-  keep_order();
-  multiply(rows);
+  multiply_all(num_blocks - 1);
   constexpr int64_t kTile = kTileRows16 * kPanelColumns;
   const int64_t row_bytes = args.num_rows == 1 ? 4 : 64;
   _tile_stored(0, totals, row_bytes);
@@ -154,45 +171,76 @@ static void multiply_few(const MatmulArgs& args) {
 
 // ---- more rows: totals = activations [rows][inputs] times weights [inputs][16 outputs]
 
-// Products of a part that wait for their epilogue.
-struct Unfinished {
-  const float* totals = nullptr;  // of the next row
-  int64_t row = 0, num_rows = 0, panel = 0, num_panels = 0;
+struct ManyScratch {
+  alignas(64) float totals[2][kPartRows * kTotalsStride];  // [turn]
+  alignas(64) float powers[kPartRows * kPanelColumns];
+  alignas(64) uint16_t rows[kTileWords];
+  alignas(64) float scales[32];
+  alignas(64) uint16_t pairs[];  // [turn][2 panels][blocks][16 pairs of inputs][16 outputs][2]
+};
 
-  [[gnu::always_inline]] inline void finish_some(const MatmulArgs& args, int64_t most) {
-    const int64_t count = std::min(most, num_rows);
-    finish(args, row, count, panel, num_panels, totals);
-    row += count, num_rows -= count, totals += count * kTotalsStride;
+// Products of a part that wait for their epilogue. Gates take two steps, one call after the other.
+struct Unfinished {
+  const float* totals = nullptr;
+  int64_t row = 0, num_rows = 0, panel = 0, num_panels = 0;  // row: of the matrix, the first
+  int64_t num_begun = 0, num_done = 0;
+
+  [[gnu::always_inline]] inline void finish_some(const MatmulArgs& args, float* powers, int64_t most) {
+    const bool is_gate = args.epilogue == Epilogue::gate;
+    for (; num_done < num_begun; ++num_done) {
+      const float* of_row = totals + num_done * kTotalsStride;
+      if (is_gate) {
+        store_gated(args, row + num_done, panel, of_row, load(powers + num_done * kPanelColumns));
+      } else {
+        store_sums(args, row + num_done, panel, num_panels, of_row);
+      }
+    }
+    for (most = std::min(most, num_rows - num_begun); most > 0; --most, ++num_begun)
+      if (is_gate)
+        store(powers + num_begun * kPanelColumns, power_of_gate(args.gate, load(totals + num_begun * kTotalsStride)));
+  }
+  [[gnu::always_inline]] inline void finish_all(const MatmulArgs& args, float* powers) {
+    while (num_done < num_rows) finish_some(args, powers, num_rows);
   }
 };
 
-// Weights of two panels that are decoded block by block, [16 pairs of inputs][16 outputs][2] each.
+// Weights of two panels on their way to pairs, in small steps: four outputs of a block decoded, or four pairs of inputs
+// transposed.
 template <Encoding encoding>
 struct Decoding {
+  static constexpr int kStepsOfBlock = 8;
+  BlockRows<encoding> block;
+  uint16_t* rows;
   const std::byte* data = nullptr;
   uint16_t* pairs = nullptr;
-  int64_t num_blocks = 0;  // still to decode
+  int64_t num_steps = 0;  // to do
+  int step = 0;           // of the block
 
   [[gnu::always_inline]] inline void decode_some(int64_t most) {
-    for (most = std::min(most, num_blocks); most > 0; --most) {
-      alignas(64) uint16_t rows[kTileWords];
-      transpose_sixteen(decode_rows<encoding>(data, rows), 64, pairs, 64);
-      data += panel_block_bytes(encoding), pairs += kTileWords, --num_blocks;
+    for (most = std::min(most, num_steps); most > 0; --most, --num_steps) {
+      if (step < 4) {
+        if (step == 0) block.open(data);
+        block.decode(step, rows);
+      } else {
+        const void* from = BlockRows<encoding>::kDecodes ? static_cast<const void*>(rows) : data;
+        transpose_part(step - 4, from, 64, pairs, 64);
+      }
+      if (++step == kStepsOfBlock) step = 0, data += panel_block_bytes(encoding), pairs += kTileWords;
     }
   }
 };
 
 // A part of the rows by two panels.
 struct PairStrip {
-  const uint16_t* x;  // [rows, up to whole tiles][x_stride]
+  const uint16_t* x;  // [kPartRows][x_stride]
   int64_t x_stride;
   const uint16_t* weights[2];
-  int64_t num_panels, num_blocks;
+  int64_t num_blocks;
   float* totals;  // [kPartRows][2 panels][16 columns]
 };
 
-// Calls between() with every block.
-template <bool has_lower, bool has_second, typename Between>
+// Calls between(block) with every block.
+template <typename Between>
 GW_INLINE void multiply_part(const PairStrip& strip, Between between) {
   const int64_t x_bytes = strip.x_stride * 2;
   constexpr int64_t kTotalsBytes = kTotalsStride * sizeof(float);
@@ -207,89 +255,73 @@ GW_INLINE void multiply_part(const PairStrip& strip, Between between) {
     _tile_loadd(4, upper + block * kBlockK, x_bytes);
     _tile_loadd(6, strip.weights[0] + block * kTileWords, 64);
     _tile_dpbf16ps(0, 4, 6);
-    if constexpr (has_second) {
-      _tile_loadd(7, strip.weights[1] + block * kTileWords, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (has_lower) {
-      _tile_loadd(5, lower + block * kBlockK, x_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      if constexpr (has_second) _tile_dpbf16ps(3, 5, 7);
-    }
-    between();
+    _tile_loadd(7, strip.weights[1] + block * kTileWords, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, lower + block * kBlockK, x_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    between(block);
   }
   _tile_stored(0, strip.totals, kTotalsBytes);
-  if constexpr (has_second) _tile_stored(1, strip.totals + kPanelColumns, kTotalsBytes);
-  if constexpr (has_lower) {
-    _tile_stored(2, strip.totals + kTileRows16 * kTotalsStride, kTotalsBytes);
-    if constexpr (has_second) _tile_stored(3, strip.totals + kTileRows16 * kTotalsStride + kPanelColumns, kTotalsBytes);
-  }
+  _tile_stored(1, strip.totals + kPanelColumns, kTotalsBytes);
+  _tile_stored(2, strip.totals + kTileRows16 * kTotalsStride, kTotalsBytes);
+  _tile_stored(3, strip.totals + kTileRows16 * kTotalsStride + kPanelColumns, kTotalsBytes);
 }
 
 template <Encoding encoding>
 static void multiply_many(const MatmulArgs& args) {
   const Panels& panels = *args.weights;
+  auto& scratch = *reinterpret_cast<ManyScratch*>(args.scratch);
   const int64_t num_blocks = panels.num_blocks();
-  float* totals = reinterpret_cast<float*>(args.scratch);  // [2 turns][kPartRows][kTotalsStride]
-  auto* decoded = reinterpret_cast<uint16_t*>(totals + 2 * kPartRows * kTotalsStride);  // [2 turns][2][blocks]
   const auto pairs_of = [&](int64_t panel) {
-    return decoded + (panel - args.first_panel) / 2 % 2 * 2 * num_blocks * kTileWords;
+    return scratch.pairs + (panel - args.first_panel) / 2 % 2 * 2 * num_blocks * kTileWords;
   };
   const auto decoding_of = [&](int64_t panel) {
+    Decoding<encoding> decoding{{scratch.scales}, scratch.rows};
     const int64_t num_panels = std::clamp<int64_t>(args.last_panel - panel, 0, 2);
-    return num_panels == 0 ? Decoding<encoding>()
-                           : Decoding<encoding>{panels.panel(panel), pairs_of(panel), num_panels * num_blocks};
+    if (num_panels > 0) decoding.data = panels.panel(panel), decoding.pairs = pairs_of(panel);
+    decoding.num_steps = num_panels * num_blocks * Decoding<encoding>::kStepsOfBlock;
+    return decoding;
   };
   configure_tiles(kTileRows16);
   const int64_t most = std::max(kAmxChunkBytes / (args.x_stride * 2) / kPartRows, int64_t{1}) * kPartRows;
   const int64_t chunk_rows = rounded_up(equal_part(args.num_rows, most), kPartRows);
-  const int64_t rows_a_block = equal_part(kPartRows, num_blocks);
+  const int64_t rows_a_block = kPartRows / std::max<int64_t>(num_blocks - kBlocksOfRest - 1, 1) + 1;
   Unfinished before;
   int turn = 0;
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
     const int64_t last = std::min(first + chunk_rows, args.num_rows);
-    // Two panels have two blocks for each step of a part: so often one of the next panels' is decoded.
-    const int64_t steps_a_block = std::max<int64_t>((last - first + kPartRows - 1) / kPartRows / 2, 1);
+    const int64_t num_parts = (last - first + kPartRows - 1) / kPartRows;
+    // The next two panels are decoded while these are multiplied with all parts.
+    const int64_t steps_a_block = (2 * Decoding<encoding>::kStepsOfBlock + num_parts - 1) / num_parts;
     Decoding<encoding> next = decoding_of(args.first_panel);
-    next.decode_some(next.num_blocks);
+    next.decode_some(next.num_steps);
     for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2) {
       next = decoding_of(panel + 2);
-      int64_t step = 0;
+      const int64_t num_panels = std::min<int64_t>(2, args.last_panel - panel);
       const uint16_t* pairs = pairs_of(panel);
-      PairStrip strip{nullptr,
-                      args.x_stride,
-                      {pairs, pairs + num_blocks * kTileWords},
-                      std::min<int64_t>(2, args.last_panel - panel),
-                      num_blocks,
-                      nullptr};
+      PairStrip strip{
+          nullptr, args.x_stride, {pairs, pairs + (num_panels - 1) * num_blocks * kTileWords}, num_blocks, nullptr};
       for (int64_t row = first; row < last; row += kPartRows, turn ^= 1) {
-        const int64_t num_rows = std::min(kPartRows, last - row);
         strip.x = static_cast<const uint16_t*>(args.x) + row * args.x_stride;
-        strip.totals = totals + turn * kPartRows * kTotalsStride;
-        const auto between = [&] {
-          before.finish_some(args, rows_a_block);
-          if (++step == steps_a_block) next.decode_some(1), step = 0;
-        };
-        const bool has_lower = num_rows > kTileRows16;
-        if (strip.num_panels == 2) {
-          has_lower ? multiply_part<true, true>(strip, between) : multiply_part<false, true>(strip, between);
-        } else {
-          has_lower ? multiply_part<true, false>(strip, between) : multiply_part<false, false>(strip, between);
-        }
-        before.finish_some(args, before.num_rows);
-        before = {strip.totals, row, num_rows, panel, strip.num_panels};
+        strip.totals = scratch.totals[turn];
+        multiply_part(strip, [&](int64_t block) {
+          if (block >= kBlocksOfRest) before.finish_some(args, scratch.powers, rows_a_block);
+          next.decode_some(steps_a_block);
+        });
+        before.finish_all(args, scratch.powers);
+        before = {strip.totals, row, std::min(kPartRows, last - row), panel, num_panels};
       }
-      next.decode_some(next.num_blocks);
+      next.decode_some(next.num_steps);
     }
   }
-  before.finish_some(args, before.num_rows);
+  before.finish_all(args, scratch.powers);
 }
 
 static int64_t bf16_scratch_bytes(int64_t num_inputs) {
   const int64_t num_blocks = (num_inputs + kBlockK - 1) / kBlockK;
   const int64_t of_few = static_cast<int64_t>(sizeof(FewScratch)) + kFewRows * num_blocks * kBlockK * 2;
-  const int64_t of_many =
-      2 * kPartRows * kTotalsStride * static_cast<int64_t>(sizeof(float)) + 4 * num_blocks * kTileWords * 2;
+  const int64_t of_many = static_cast<int64_t>(sizeof(ManyScratch)) + 4 * num_blocks * kTileWords * 2;
   return std::max(of_few, of_many);
 }
 

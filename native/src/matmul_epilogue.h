@@ -6,12 +6,30 @@
 
 namespace giveway::GW_SET {
 
-// x / (1 + e^-x), or x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2, which is x / (1 + e^-2z) with z the
-// argument of tanh.
-GW_INLINE v16 activate(Gate gate, v16 x) {
+// The activation is x / (1 + e^-x), or x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2, which is x / (1 + e^-2z)
+// with z the argument of tanh. In two steps: together they take longer than what AMX has to do meanwhile. First the
+// power of e.
+GW_INLINE v16 power_of_gate(Gate gate, v16 x) {
   v16 slope = broadcast(-1.0f);
   if (gate == Gate::gelu) slope = fma(mul(x, x), broadcast(-0.0713548163f), broadcast(-1.59576912f));
-  return div(x, add(broadcast(1.0f), exp(mul(slope, x))));
+  return exp(mul(slope, x));
+}
+
+GW_INLINE void store_gated(const MatmulArgs& args, int64_t row, int64_t panel, const float* totals, v16 power) {
+  const v16 activated = div(load(totals), add(broadcast(1.0f), power));
+  store_activations(args.out, row * args.out_stride + panel / 2 * kPanelColumns, args.compute,
+                    mul(activated, load(totals + kPanelColumns)));
+}
+
+// What is stored, or added to what is there. totals: of one row, [panels][16 columns], of the panels from `panel` on.
+GW_INLINE void store_sums(const MatmulArgs& args, int64_t row, int64_t panel, int64_t num_panels, const float* totals) {
+  for (int64_t index = 0; index < num_panels; ++index) {
+    const int64_t column = (panel + index) * kPanelColumns;
+    float* out = static_cast<float*>(args.out) + row * args.out_stride + column;
+    v16 value = load(totals + index * kPanelColumns);
+    if (args.bias != nullptr) value = add(value, load(args.bias + column));
+    store(out, args.epilogue == Epilogue::add ? add(load(out), value) : value);
+  }
 }
 
 // totals: [rows][2 panels][16 columns], of the panels from `panel` on.
@@ -19,16 +37,9 @@ static void finish(const MatmulArgs& args, int64_t first_row, int64_t num_rows, 
                    const float* totals) {
   for (int64_t row = first_row; row < first_row + num_rows; ++row, totals += kTotalsStride) {
     if (args.epilogue == Epilogue::gate) {
-      const v16 gated = mul(activate(args.gate, load(totals)), load(totals + kPanelColumns));
-      store_activations(args.out, row * args.out_stride + panel / 2 * kPanelColumns, args.compute, gated);
-      continue;
-    }
-    for (int64_t index = 0; index < num_panels; ++index) {
-      const int64_t column = (panel + index) * kPanelColumns;
-      float* out = static_cast<float*>(args.out) + row * args.out_stride + column;
-      v16 value = load(totals + index * kPanelColumns);
-      if (args.bias != nullptr) value = add(value, load(args.bias + column));
-      store(out, args.epilogue == Epilogue::add ? add(load(out), value) : value);
+      store_gated(args, row, panel, totals, power_of_gate(args.gate, load(totals)));
+    } else {
+      store_sums(args, row, panel, num_panels, totals);
     }
   }
 }
