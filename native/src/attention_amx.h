@@ -1,155 +1,175 @@
-// The products of attention in AMX tiles: one instruction makes a block of products in the very order that attention's
-// other products keep. Included by kernels_amx.cpp only.
+// Attention in AMX tiles: one instruction makes a block of products in the very order that attention's other products
+// keep. Included by kernels_amx.cpp only.
+//
+// Scoring, weighing and adding follow each other, sixteen rows at a time. While tiles multiply, only one of the two
+// units for floating point is free, so that softmax in between would take twice as long.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
-#include "attention_products.h"
+#include "attention_rows.h"
 #include "matmul_amx.h"
 
 namespace giveway::GW_SET {
 
-// Shapes of the tile registers for up to 16 query rows: 0 to 3 are sums of 16 lanes; 4 and 5 are rows and panel of a
-// block of 32 inputs, 6 and 7 of one of 16.
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
-  uint8_t rows[16] = {};
+inline constexpr int64_t kGroupRows = 16;
 
-  constexpr explicit TileShapes(uint8_t n) : rows{n, n, n, n, n, 16, n, 8} {}
-};
-
-static void shape_tiles(int64_t num_rows) {
-  // In read-only memory: the compiler takes it that the instruction reads 8 bytes of the 64, and might not store the
-  // others.
-  static constexpr TileShapes shapes[kRowsTogether] = {TileShapes(1),  TileShapes(2),  TileShapes(3),  TileShapes(4),
-                                                       TileShapes(5),  TileShapes(6),  TileShapes(7),  TileShapes(8),
-                                                       TileShapes(9),  TileShapes(10), TileShapes(11), TileShapes(12),
-                                                       TileShapes(13), TileShapes(14), TileShapes(15), TileShapes(16)};
-  _tile_loadconfig(&shapes[std::min(num_rows, kRowsTogether) - 1]);
+// Shapes of the tile registers for groups of up to 16 query rows: 0 to 3 are sums of 16 lanes; 4 and 5 are rows and
+// panel of a block of 32 inputs, 6 and 7 of one of 16.
+GW_INLINE void shape_tiles(int64_t num_rows) {
+  TileConfiguration configuration;
+  const auto height = static_cast<uint8_t>(std::min(num_rows, kGroupRows));
+  for (int tile : {0, 1, 2, 3, 4, 6}) configuration.rows[tile] = height;
+  configuration.row_bytes[6] = 32;
+  configuration.rows[7] = 8;
+  load_configuration(configuration);
 }
 
-// Asks for lines of the next piece: where the next block is, the processor cannot guess.
+// Asks for lines of the next piece: where the next block is, the processor cannot guess. A single group needs them
+// soon; several share what is in the second cache.
+template <bool soon>
 GW_INLINE void fetch_lines(const std::byte* at, int64_t stride, int count) {
 #pragma GCC unroll 16
-  for (int line = 0; line < count; ++line) __builtin_prefetch(at + line * stride, 0, 3);
+  for (int line = 0; line < count; ++line) __builtin_prefetch(at + line * stride, 0, soon ? 3 : 2);
 }
 
-template <bool fetches>
-static void score_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, const Piece& piece) {
-  const int64_t query_bytes = tile.head_size * 2;
-  const auto* queries = reinterpret_cast<const std::byte*>(tile.queries) + row * query_bytes;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  int64_t block = 0;
-  for (; (block + 1) * kBlockK <= tile.head_size; ++block) {
-    const int64_t at = block * panel_block_bytes(Encoding::bf16);
-    _tile_loadd(4, queries + block * 64, query_bytes);
-    if (piece.keys[0] != nullptr) {
-      _tile_loadd(5, piece.keys[0] + at, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      if (fetches) fetch_lines(piece.keys[0] + piece.ahead[0] + at, 64, 16);
-    }
-    if (piece.keys[1] != nullptr) {
-      _tile_loadd(5, piece.keys[1] + at, 64);
-      _tile_dpbf16ps(1, 4, 5);
-      if (fetches) fetch_lines(piece.keys[1] + piece.ahead[1] + at, 64, 16);
-    }
-    if (piece.keys[2] != nullptr) {
-      _tile_loadd(5, piece.keys[2] + at, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      if (fetches) fetch_lines(piece.keys[2] + piece.ahead[2] + at, 64, 16);
-    }
-    if (piece.keys[3] != nullptr) {
-      _tile_loadd(5, piece.keys[3] + at, 64);
-      _tile_dpbf16ps(3, 4, 5);
-      if (fetches) fetch_lines(piece.keys[3] + piece.ahead[3] + at, 64, 16);
-    }
+// The four tiles of sums by number: intrinsics take literals only.
+#define GW_FOR_TILE(number, operation) \
+  if constexpr (number == 0) {         \
+    operation(0);                      \
+  } else if constexpr (number == 1) {  \
+    operation(1);                      \
+  } else if constexpr (number == 2) {  \
+    operation(2);                      \
+  } else {                             \
+    operation(3);                      \
   }
-  if (block * kBlockK < tile.head_size) {
-    const int64_t at = block * panel_block_bytes(Encoding::bf16);
-    _tile_loadd(6, queries + block * 64, query_bytes);
-    if (piece.keys[0] != nullptr) {
-      _tile_loadd(7, piece.keys[0] + at, 64);
-      _tile_dpbf16ps(0, 6, 7);
-    }
-    if (piece.keys[1] != nullptr) {
-      _tile_loadd(7, piece.keys[1] + at, 64);
-      _tile_dpbf16ps(1, 6, 7);
-    }
-    if (piece.keys[2] != nullptr) {
-      _tile_loadd(7, piece.keys[2] + at, 64);
-      _tile_dpbf16ps(2, 6, 7);
-    }
-    if (piece.keys[3] != nullptr) {
-      _tile_loadd(7, piece.keys[3] + at, 64);
-      _tile_dpbf16ps(3, 6, 7);
-    }
-  }
-  constexpr int64_t row_bytes = kPieceTokens * sizeof(float);
-  float* scores = tile.scores + row * kPieceTokens;
-  _tile_stored(0, scores, row_bytes);
-  _tile_stored(1, scores + kKvPanel, row_bytes);
-  _tile_stored(2, scores + 2 * kKvPanel, row_bytes);
-  _tile_stored(3, scores + 3 * kKvPanel, row_bytes);
+template <int number>
+GW_INLINE void clear_sums() {
+#define GW_CLEAR(tile) _tile_zero(tile)
+  GW_FOR_TILE(number, GW_CLEAR)
+}
+template <int number>
+GW_INLINE void load_sums(const float* at, int64_t row_bytes) {
+#define GW_LOAD(tile) _tile_loadd(tile, at, row_bytes)
+  GW_FOR_TILE(number, GW_LOAD)
+}
+template <int number>
+GW_INLINE void store_sums(float* at, int64_t row_bytes) {
+#define GW_STORE(tile) _tile_stored(tile, at, row_bytes)
+  GW_FOR_TILE(number, GW_STORE)
+}
+template <int number>
+GW_INLINE void add_block_of_32() {  // tile 4 by tile 5
+#define GW_MULTIPLY(tile) _tile_dpbf16ps(tile, 4, 5)
+  GW_FOR_TILE(number, GW_MULTIPLY)
+}
+template <int number>
+GW_INLINE void add_block_of_16() {  // tile 6 by tile 7
+#define GW_MULTIPLY_HALF(tile) _tile_dpbf16ps(tile, 6, 7)
+  GW_FOR_TILE(number, GW_MULTIPLY_HALF)
 }
 
-// Adds the weighted values of dimensions `d` to `d + 63`, or to the end of the head, for sixteen rows.
-template <bool fetches>
-static void add_sixteen(const QueryTile<Compute::bf16>& tile, int64_t row, int64_t d, const Piece& piece) {
-  const int64_t row_bytes = tile.head_size * 4, count = (tile.head_size - d) / kLanes;
-  float* out = tile.out + row * tile.head_size + d;
-  _tile_loadd(0, out, row_bytes);
-  if (count > 1) _tile_loadd(1, out + kLanes, row_bytes);
-  if (count > 2) _tile_loadd(2, out + 2 * kLanes, row_bytes);
-  if (count > 3) _tile_loadd(3, out + 3 * kLanes, row_bytes);
-  for (int panel = 0; panel < kPiecePanels; ++panel) {
-    if (piece.keys[panel] == nullptr) continue;
+// Calls function(number) for 0 to 3, constants.
+template <typename Function>
+GW_INLINE void for_four(Function function) {
+  function(std::integral_constant<int, 0>());
+  function(std::integral_constant<int, 1>());
+  function(std::integral_constant<int, 2>());
+  function(std::integral_constant<int, 3>());
+}
+
+// Scores of a group of rows. Those of a panel that nobody sees are never read.
+template <bool fetches, bool soon>
+static void score_group(const QueryTile<Compute::bf16>& group, const Piece& piece) {
+  const int64_t query_bytes = group.head_size * 2;
+  const auto* queries = reinterpret_cast<const std::byte*>(group.queries);
+  for_four([](auto panel) { clear_sums<panel>(); });
+  for (int64_t d = 0; d < group.head_size; d += kBlockK) {
+    const int64_t at = d * kKvPanel * 2;
+    const bool is_whole = d + kBlockK <= group.head_size;
+    if (is_whole) {
+      _tile_loadd(4, queries + d * 2, query_bytes);
+    } else {
+      _tile_loadd(6, queries + d * 2, query_bytes);
+    }
+    for_four([&](auto panel) {
+      const std::byte* keys = piece.keys[panel];
+      if (keys == nullptr) return;
+      if (is_whole) {
+        _tile_loadd(5, keys + at, 64);
+        add_block_of_32<panel>();
+      } else {
+        _tile_loadd(7, keys + at, 64);
+        add_block_of_16<panel>();
+      }
+      if (fetches) fetch_lines<soon>(keys + at + piece.ahead[panel], 64, 16);
+    });
+  }
+  for_four([&](auto panel) { store_sums<panel>(group.scores + panel * kKvPanel, kScoreStride * 4); });
+}
+
+// Adds the weighted values of up to 64 dimensions, from `d` on, for a group of rows.
+template <bool fetches, bool soon>
+static void add_group(const QueryTile<Compute::bf16>& group, const Piece& piece, int64_t d) {
+  const int64_t values_bytes = group.head_size * 4, out_bytes = group.out_stride() * 4;
+  const int64_t count = (group.head_size - d) / kLanes;
+  float* out = group.out + d;
+  for_four([&](auto part) {
+    if (part < count) load_sums<part>(out + part * kLanes, out_bytes);
+  });
+  for (int panel = piece.begin; panel < piece.end; ++panel) {
     const std::byte* values = piece.values[panel] + d * 4;
-    if (fetches) {
-      for (int64_t part = 0; part < std::min<int64_t>(count, 4); ++part)
-        fetch_lines(values + piece.ahead[panel] + part * 64, row_bytes, 8);
-    }
-    _tile_loadd(6, tile.weights + row * kPieceTokens + panel * kKvPanel, kPieceTokens * 2);
-    _tile_loadd(7, values, row_bytes);
-    _tile_dpbf16ps(0, 6, 7);
-    if (count > 1) {
-      _tile_loadd(7, values + 64, row_bytes);
-      _tile_dpbf16ps(1, 6, 7);
-    }
-    if (count > 2) {
-      _tile_loadd(7, values + 128, row_bytes);
-      _tile_dpbf16ps(2, 6, 7);
-    }
-    if (count > 3) {
-      _tile_loadd(7, values + 192, row_bytes);
-      _tile_dpbf16ps(3, 6, 7);
-    }
+    _tile_loadd(6, group.weights + panel * kKvPanel, kScoreStride * 2);
+    for_four([&](auto part) {
+      if (part >= count) return;
+      _tile_loadd(7, values + part * 64, values_bytes);
+      add_block_of_16<part>();
+      if (fetches) fetch_lines<soon>(values + part * 64 + piece.ahead[panel], values_bytes, 8);
+    });
   }
-  _tile_stored(0, out, row_bytes);
-  if (count > 1) _tile_stored(1, out + kLanes, row_bytes);
-  if (count > 2) _tile_stored(2, out + 2 * kLanes, row_bytes);
-  if (count > 3) _tile_stored(3, out + 3 * kLanes, row_bytes);
+  for_four([&](auto part) {
+    if (part < count) store_sums<part>(out + part * kLanes, out_bytes);
+  });
 }
 
-// The compiler does not know that tile loads read memory: whatever was stored must be there before the first.
-template <>
-void score_piece<Compute::bf16>(const QueryTile<Compute::bf16>& tile, const Piece& piece) {
-  keep_order();
-  const RowRange rows = rows_touched(piece.rows);
-  for (int64_t row = rows.begin; row < rows.end; row += kRowsTogether)
-    row == rows.begin ? score_sixteen<true>(tile, row, piece) : score_sixteen<false>(tile, row, piece);
+// Rows `first` to `first + 15` of a tile, or what there is of them. Scores and weights are in use only for one group at
+// a time, and all groups share their place: it stays in the first cache.
+GW_INLINE QueryTile<Compute::bf16> group_of(const QueryTile<Compute::bf16>& tile, int64_t first) {
+  QueryTile<Compute::bf16> group = tile;
+  group.num_rows = std::min(kGroupRows, tile.num_rows - first);
+  group.rows_before = first;
+  group.queries += first * tile.head_size;
+  group.out += first * tile.out_stride();
+  group.largest += first;
+  group.sums += first * kLanes;
+  return group;
 }
 
-template <>
-void add_piece<Compute::bf16>(const QueryTile<Compute::bf16>& tile, const Piece& piece) {
+template <bool fetches, bool soon>
+static void attend_group(const QueryTile<Compute::bf16>& group, const AttentionArgs& args, const Piece& piece) {
   keep_order();
-  const RowRange rows = rows_touched(piece.rows);
-  for (int64_t row = rows.begin; row < rows.end; row += kRowsTogether)
-    for (int64_t d = 0; d < tile.head_size; d += 4 * kLanes)
-      row == rows.begin ? add_sixteen<true>(tile, row, d, piece) : add_sixteen<false>(tile, row, d, piece);
+  score_group<fetches, soon>(group, piece);
+  weigh_rows(group, args, piece, 0, group.num_rows);
+  keep_order();
+  for (int64_t d = 0; d < group.head_size; d += 4 * kLanes) add_group<fetches, soon>(group, piece, d);
+}
+
+static void attend_pieces(const QueryTile<Compute::bf16>& tile, const AttentionArgs& args, int64_t first,
+                          int64_t last) {
+  shape_tiles(tile.num_rows);
+  for (int64_t number = first; number <= last; ++number) {
+    const Piece piece = find_piece(tile, args, number);
+    if (tile.num_rows <= kGroupRows) {
+      attend_group<true, true>(tile, args, piece);
+      continue;
+    }
+    attend_group<true, false>(group_of(tile, 0), args, piece);
+    for (int64_t row = kGroupRows; row < tile.num_rows; row += kGroupRows)
+      attend_group<false, false>(group_of(tile, row), args, piece);
+  }
+  _tile_release();  // tiles in use make every change of threads dearer
 }
 
 }  // namespace giveway::GW_SET

@@ -16,20 +16,27 @@ inline constexpr int kPiecePanels = kPieceTokens / kKvPanel;
 template <Compute compute>
 using Operand = std::conditional_t<kPacksBf16 && compute == Compute::bf16, uint16_t, float>;
 
+// From a row of scores, or of weights, to the next; rows that are gathered have as much between them. Without, sixteen
+// rows fill 4 KiB, and a load from one group of rows would wait for the stores to the same place of another: the
+// processor compares the last twelve bits of addresses only.
+inline constexpr int64_t kScoreStride = kPieceTokens + kLanes;
+
 // Query rows that go through the cache together: token by token, the heads of the group within a token.
 template <Compute compute>
 struct QueryTile {
   int64_t num_rows, group_size, head_size;
   int64_t first_token;        // position of its first token
+  int64_t rows_before;        // from that token's first head on, that are not in this tile
   Operand<compute>* queries;  // [rows][head size]
-  float* scores;              // [rows][kPieceTokens], not yet scaled
-  Operand<compute>* weights;  // [rows][kPieceTokens]
-  float* out;                 // [rows][head size], not yet divided
+  float* scores;              // [rows][kScoreStride], not yet scaled
+  Operand<compute>* weights;  // [rows][kScoreStride]
+  float* out;                 // [rows][out_stride()], not yet divided
   float* largest;             // [rows] score so far, not yet scaled unless it was capped
   float* sums;                // [rows][kLanes] of the weights so far, lane by lane
 
-  int64_t position(int64_t row) const { return first_token + row / group_size; }
+  int64_t position(int64_t row) const { return first_token + (rows_before + row) / group_size; }
   int64_t num_tokens() const { return num_rows / group_size; }
+  int64_t out_stride() const { return head_size + kLanes; }
 };
 
 struct RowRange {
@@ -46,17 +53,12 @@ struct Piece {
   RowRange rows;                // that see any position of the piece
 };
 
-// Rows whose products are made together, those that do not see the piece too: then their weights must be zero.
+// Room for so many rows after the last of a tile: products of whole AMX tiles reach beyond it.
 #if defined(__AMX_BF16__)
-inline constexpr int64_t kRowsTogether = 16;
+inline constexpr int64_t kRowsBeyond = 16;
 #else
-inline constexpr int64_t kRowsTogether = 1;
+inline constexpr int64_t kRowsBeyond = 0;
 #endif
-
-// All rows that products of these rows touch; they may run beyond the last row of the tile.
-constexpr RowRange rows_touched(RowRange rows) {
-  return {rows.begin, rows.begin + (rows.end - rows.begin + kRowsTogether - 1) / kRowsTogether * kRowsTogether};
-}
 
 // Panels of keys (inputs: dimensions, lanes: positions) or of values (positions, dimensions) that are multiplied side
 // by side, pair of inputs by pair of inputs.
@@ -175,23 +177,25 @@ static void score_rows(const QueryTile<compute>& tile, const Piece& piece, int64
     add_block<rows, count, kBlockK / 2, fetches>(queries + d, tile.head_size, panels, offset, totals);
   if (d < tile.head_size)
     add_block<rows, count, kBlockK / 4, fetches>(queries + d, tile.head_size, panels, offset, totals);
-  float* scores = tile.scores + row * kPieceTokens + first_panel * kKvPanel;
+  float* scores = tile.scores + row * kScoreStride + first_panel * kKvPanel;
   for_each_sum<rows, count>(
-      [&](int i, int panel) { store(scores + i * kPieceTokens + panel * kKvPanel, totals[i][panel]); });
+      [&](int i, int panel) { store(scores + i * kScoreStride + panel * kKvPanel, totals[i][panel]); });
 }
 
 // Adds the values of the piece, weighted, to `rows` rows: `count` vectors of dimensions from `d` on.
 template <int rows, int count, bool fetches, Compute compute>
 static void add_rows(const QueryTile<compute>& tile, const Piece& piece, int64_t row, int64_t d) {
-  float* out = tile.out + row * tile.head_size + d;
+  float* out = tile.out + row * tile.out_stride() + d;
   v16 totals[rows][count];
-  for_each_sum<rows, count>([&](int i, int part) { totals[i][part] = load(out + i * tile.head_size + part * kLanes); });
+  for_each_sum<rows, count>(
+      [&](int i, int part) { totals[i][part] = load(out + i * tile.out_stride() + part * kLanes); });
   for (int panel = piece.begin; panel < piece.end; ++panel) {
     const auto panels = PanelsAbreast<compute, count>::values(piece, panel, tile.head_size, d);
-    add_block<rows, count, kKvPanel / 2, fetches>(tile.weights + row * kPieceTokens + panel * kKvPanel, kPieceTokens,
+    add_block<rows, count, kKvPanel / 2, fetches>(tile.weights + row * kScoreStride + panel * kKvPanel, kScoreStride,
                                                   panels, 0, totals);
   }
-  for_each_sum<rows, count>([&](int i, int part) { store(out + i * tile.head_size + part * kLanes, totals[i][part]); });
+  for_each_sum<rows, count>(
+      [&](int i, int part) { store(out + i * tile.out_stride() + part * kLanes, totals[i][part]); });
 }
 
 // Calls function(count, is_first, first row), count and is_first constants, count at most `most`, for all rows.

@@ -35,12 +35,16 @@ struct alignas(64) TileConfiguration {
 };
 static_assert(sizeof(TileConfiguration) == 64);
 
+GW_INLINE void load_configuration(const TileConfiguration& configuration) {
+  __asm__ volatile("" : : "r"(&configuration) : "memory");  // the intrinsic tells the compiler of 8 bytes only
+  _tile_loadconfig(&configuration);
+}
+
 // Tiles 0 to 3: totals; 4 and 5: activations; 6 and 7: weights. columns: of totals and activations, up to 16.
 GW_INLINE void configure_tiles(int64_t columns) {
   TileConfiguration configuration;
   for (int tile = 0; tile < 6; ++tile) configuration.row_bytes[tile] = static_cast<uint16_t>(4 * columns);
-  __asm__ volatile("" : : "r"(&configuration) : "memory");  // the intrinsic tells the compiler of 8 bytes only
-  _tile_loadconfig(&configuration);
+  load_configuration(configuration);
 }
 
 // ---- up to kFewRows rows: totals = weights [16 outputs][inputs] times activations [inputs][rows]
@@ -54,6 +58,7 @@ struct FewScratch {
 };
 
 // Products of two panels that wait for their epilogue, row by row.
+template <Epilogue epilogue>
 struct FewUnfinished {
   const float* totals = nullptr;
   int64_t row = 0, num_rows = 0, panel = 0, num_panels = 0;
@@ -69,7 +74,7 @@ struct FewUnfinished {
                           scratch.transposed + index * kPanelColumns, kTotalsStride * sizeof(float));
     }
     const int64_t count = std::min(most, std::min(num_rows, (row / kTileRows16 + 1) * kTileRows16) - row);
-    finish(args, row, count, panel, num_panels, scratch.transposed + row % kTileRows16 * kTotalsStride);
+    finish<epilogue>(args, row, count, panel, num_panels, scratch.transposed + row % kTileRows16 * kTotalsStride);
     row += count;
   }
   [[gnu::always_inline]] inline void finish_all(const MatmulArgs& args, FewScratch& scratch) {
@@ -78,9 +83,9 @@ struct FewUnfinished {
 };
 
 // One panel by up to 4 tiles of rows. x_row_bytes: from a pair of inputs to the next.
-template <Encoding encoding, int tiles>
+template <Encoding encoding, int tiles, Epilogue epilogue>
 static void multiply_few(const MatmulArgs& args, const std::byte* data, const uint16_t* x, int64_t x_row_bytes,
-                         FewScratch& scratch, float* totals, FewUnfinished& before) {
+                         FewScratch& scratch, float* totals, FewUnfinished<epilogue>& before) {
   const int64_t num_blocks = args.weights->num_blocks();
   const int64_t x_block = 8 * x_row_bytes, x_tile = num_blocks * kTileWords;  // words to the next block, tile of rows
   const int64_t rows_a_block = before.num_rows / (2 * std::max<int64_t>(num_blocks - kBlocksOfRest, 1)) + 1;
@@ -148,21 +153,21 @@ static void interleave_rows(const MatmulArgs& args, uint16_t* out) {
                         out, 64);
 }
 
-template <Encoding encoding, int tiles>
+template <Encoding encoding, Epilogue epilogue, int tiles>
 static void multiply_few(const MatmulArgs& args) {
   auto& scratch = *reinterpret_cast<FewScratch*>(args.scratch);
   const bool is_single = args.num_rows == 1;
   const uint16_t* x = is_single ? static_cast<const uint16_t*>(args.x) : scratch.x;
   if (!is_single && !args.same_x) interleave_rows(args, scratch.x);
   configure_tiles(std::min(args.num_rows, kTileRows16));
-  FewUnfinished before;
+  FewUnfinished<epilogue> before;
   int turn = 0;
   for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2, turn ^= 1) {
     float* totals = scratch.totals[turn];
     const int64_t num_panels = std::min<int64_t>(2, args.last_panel - panel);
     for (int64_t index = 0; index < num_panels; ++index)
-      multiply_few<encoding, tiles>(args, args.weights->panel(panel + index), x, is_single ? 4 : 64, scratch,
-                                    totals + index * kFewRows * kPanelColumns, before);
+      multiply_few<encoding, tiles, epilogue>(args, args.weights->panel(panel + index), x, is_single ? 4 : 64, scratch,
+                                              totals + index * kFewRows * kPanelColumns, before);
     before.finish_all(args, scratch);
     before = {totals, 0, args.num_rows, panel, num_panels};
   }
@@ -180,24 +185,24 @@ struct ManyScratch {
 };
 
 // Products of a part that wait for their epilogue. Gates take two steps, one call after the other.
+template <Epilogue epilogue>
 struct Unfinished {
   const float* totals = nullptr;
   int64_t row = 0, num_rows = 0, panel = 0, num_panels = 0;  // row: of the matrix, the first
   int64_t num_begun = 0, num_done = 0;
 
   [[gnu::always_inline]] inline void finish_some(const MatmulArgs& args, float* powers, int64_t most) {
-    const bool is_gate = args.epilogue == Epilogue::gate;
-    for (; num_done < num_begun; ++num_done) {
-      const float* of_row = totals + num_done * kTotalsStride;
-      if (is_gate) {
-        store_gated(args, row + num_done, panel, of_row, load(powers + num_done * kPanelColumns));
-      } else {
-        store_sums(args, row + num_done, panel, num_panels, of_row);
-      }
+    if constexpr (epilogue != Epilogue::gate) {
+      const int64_t count = std::min(most, num_rows - num_done);
+      finish<epilogue>(args, row + num_done, count, panel, num_panels, totals + num_done * kTotalsStride);
+      num_done += count;
+      return;
     }
+    for (; num_done < num_begun; ++num_done)
+      store_gated(args, row + num_done, panel, totals + num_done * kTotalsStride,
+                  load(powers + num_done * kPanelColumns));
     for (most = std::min(most, num_rows - num_begun); most > 0; --most, ++num_begun)
-      if (is_gate)
-        store(powers + num_begun * kPanelColumns, power_of_gate(args.gate, load(totals + num_begun * kTotalsStride)));
+      store(powers + num_begun * kPanelColumns, power_of_gate(args.gate, load(totals + num_begun * kTotalsStride)));
   }
   [[gnu::always_inline]] inline void finish_all(const MatmulArgs& args, float* powers) {
     while (num_done < num_rows) finish_some(args, powers, num_rows);
@@ -268,7 +273,7 @@ GW_INLINE void multiply_part(const PairStrip& strip, Between between) {
   _tile_stored(3, strip.totals + kTileRows16 * kTotalsStride + kPanelColumns, kTotalsBytes);
 }
 
-template <Encoding encoding>
+template <Encoding encoding, Epilogue epilogue>
 static void multiply_many(const MatmulArgs& args) {
   const Panels& panels = *args.weights;
   auto& scratch = *reinterpret_cast<ManyScratch*>(args.scratch);
@@ -287,7 +292,7 @@ static void multiply_many(const MatmulArgs& args) {
   const int64_t most = std::max(kAmxChunkBytes / (args.x_stride * 2) / kPartRows, int64_t{1}) * kPartRows;
   const int64_t chunk_rows = rounded_up(equal_part(args.num_rows, most), kPartRows);
   const int64_t rows_a_block = kPartRows / std::max<int64_t>(num_blocks - kBlocksOfRest - 1, 1) + 1;
-  Unfinished before;
+  Unfinished<epilogue> before;
   int turn = 0;
   for (int64_t first = 0; first < args.num_rows; first += chunk_rows) {
     const int64_t last = std::min(first + chunk_rows, args.num_rows);
@@ -325,20 +330,21 @@ static int64_t bf16_scratch_bytes(int64_t num_inputs) {
   return std::max(of_few, of_many);
 }
 
-template <Encoding encoding>
+template <Encoding encoding, Epilogue epilogue>
 static void multiply_tiles(const MatmulArgs& args) {
-  if (args.num_rows > kFewRows) return multiply_many<encoding>(args);
-  if (args.num_rows > 3 * kTileRows16) return multiply_few<encoding, 4>(args);
-  if (args.num_rows > 2 * kTileRows16) return multiply_few<encoding, 3>(args);
-  if (args.num_rows > kTileRows16) return multiply_few<encoding, 2>(args);
-  return multiply_few<encoding, 1>(args);
+  if (args.num_rows > kFewRows) return multiply_many<encoding, epilogue>(args);
+  if (args.num_rows > 3 * kTileRows16) return multiply_few<encoding, epilogue, 4>(args);
+  if (args.num_rows > 2 * kTileRows16) return multiply_few<encoding, epilogue, 3>(args);
+  if (args.num_rows > kTileRows16) return multiply_few<encoding, epilogue, 2>(args);
+  return multiply_few<encoding, epilogue, 1>(args);
 }
 
 // Every call loads the configuration, since what a thread's tiles hold may be gone; and releases the tiles, since tiles
 // in use make every change of threads dearer.
 static void multiply_bf16(const MatmulArgs& args) {
   with_encoding(args.weights->encoding, [&](auto encoding) {
-    if constexpr (encoding != Encoding::f32) multiply_tiles<encoding>(args);
+    if constexpr (encoding != Encoding::f32)
+      with_epilogue(args.epilogue, [&](auto epilogue) { multiply_tiles<encoding, epilogue>(args); });
   });
   _tile_release();
 }

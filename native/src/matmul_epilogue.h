@@ -1,6 +1,8 @@
 // What happens to finished products. Included by kernels_*.cpp only.
 #pragma once
 
+#include <type_traits>
+
 #include "activations.h"
 #include "kernels.h"
 
@@ -22,26 +24,49 @@ GW_INLINE void store_gated(const MatmulArgs& args, int64_t row, int64_t panel, c
 }
 
 // What is stored, or added to what is there. totals: of one row, [panels][16 columns], of the panels from `panel` on.
+template <bool adds>
 GW_INLINE void store_sums(const MatmulArgs& args, int64_t row, int64_t panel, int64_t num_panels, const float* totals) {
-  for (int64_t index = 0; index < num_panels; ++index) {
-    const int64_t column = (panel + index) * kPanelColumns;
-    float* out = static_cast<float*>(args.out) + row * args.out_stride + column;
-    v16 value = load(totals + index * kPanelColumns);
-    if (args.bias != nullptr) value = add(value, load(args.bias + column));
-    store(out, args.epilogue == Epilogue::add ? add(load(out), value) : value);
-  }
+  float* out = static_cast<float*>(args.out) + row * args.out_stride + panel * kPanelColumns;
+  const float* bias = args.bias == nullptr ? nullptr : args.bias + panel * kPanelColumns;
+  const auto store_panel = [&](int64_t at) {
+    v16 value = load(totals + at);
+    if (bias != nullptr) value = add(value, load(bias + at));
+    store(out + at, adds ? add(load(out + at), value) : value);
+  };
+  store_panel(0);
+  if (num_panels > 1) store_panel(kPanelColumns);
 }
 
 // totals: [rows][2 panels][16 columns], of the panels from `panel` on.
-static void finish(const MatmulArgs& args, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
-                   const float* totals) {
+template <Epilogue epilogue>
+GW_INLINE void finish(const MatmulArgs& args, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
+                      const float* totals) {
   for (int64_t row = first_row; row < first_row + num_rows; ++row, totals += kTotalsStride) {
-    if (args.epilogue == Epilogue::gate) {
+    if constexpr (epilogue == Epilogue::gate) {
       store_gated(args, row, panel, totals, power_of_gate(args.gate, load(totals)));
     } else {
-      store_sums(args, row, panel, num_panels, totals);
+      store_sums<epilogue == Epilogue::add>(args, row, panel, num_panels, totals);
     }
   }
+}
+
+// Calls function(epilogue) with the epilogue as a constant.
+template <typename Function>
+GW_INLINE void with_epilogue(Epilogue epilogue, Function function) {
+  switch (epilogue) {
+    case Epilogue::store:
+      return function(std::integral_constant<Epilogue, Epilogue::store>());
+    case Epilogue::add:
+      return function(std::integral_constant<Epilogue, Epilogue::add>());
+    case Epilogue::gate:
+      return function(std::integral_constant<Epilogue, Epilogue::gate>());
+  }
+}
+
+static void finish(const MatmulArgs& args, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
+                   const float* totals) {
+  with_epilogue(args.epilogue,
+                [&](auto epilogue) { finish<epilogue>(args, first_row, num_rows, panel, num_panels, totals); });
 }
 
 }  // namespace giveway::GW_SET

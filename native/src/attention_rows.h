@@ -1,0 +1,173 @@
+// A tile of query rows and what is done to them one by one: where they lie, which positions they see, softmax. Included
+// by kernels_*.cpp only.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "attention_products.h"
+
+namespace giveway::GW_SET {
+
+inline constexpr int64_t kQueryTileRows = 48;  // query rows that share what is loaded of keys and values
+inline constexpr float kUnseen = -3.0e38f;     // a score that no position has
+
+constexpr int64_t tile_tokens(int64_t group_size) {
+  return group_size >= kQueryTileRows ? 1 : kQueryTileRows / group_size;
+}
+
+// Hands out scratch memory in whole cache lines; without memory it only counts.
+struct Scratch {
+  std::byte* memory;
+  int64_t used = 0;
+
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t at = used;
+    used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + at);
+  }
+};
+
+// A tile of `num_tokens` tokens without contents.
+template <Compute compute>
+static QueryTile<compute> lay_out(Scratch& scratch, int64_t num_tokens, int64_t group_size, int64_t head_size) {
+  QueryTile<compute> tile{};
+  tile.num_rows = num_tokens * group_size;
+  tile.group_size = group_size;
+  tile.head_size = head_size;
+  const int64_t num_rows = tile.num_rows + kRowsBeyond;
+  tile.queries = scratch.take<Operand<compute>>(num_rows * head_size);
+  tile.scores = scratch.take<float>(num_rows * kScoreStride);
+  tile.weights = scratch.take<Operand<compute>>(num_rows * kScoreStride);
+  tile.out = scratch.take<float>(num_rows * tile.out_stride());
+  tile.largest = scratch.take<float>(tile.num_rows);
+  tile.sums = scratch.take<float>(tile.num_rows * kLanes);
+  return tile;
+}
+
+static int64_t attention_scratch_bytes(const KvLayout& layout, int64_t group_size) {
+  Scratch scratch{nullptr};
+  lay_out<Compute::f32>(scratch, tile_tokens(group_size), group_size, layout.head_size);  // bf16 takes no more
+  return scratch.used;
+}
+
+// soft_cap * tanh(score / soft_cap), by tanh x = 1 - 2 / (e^2x + 1).
+GW_INLINE v16 capped(v16 score, v16 soft_cap) {
+  const v16 x = div(score, soft_cap), two = broadcast(2.0f), one = broadcast(1.0f);
+  return mul(soft_cap, sub(one, div(two, add(exp(mul(two, x)), one))));
+}
+
+// `values` in lanes [first, last) of the panel that begins at lane `panel * 16`, `others` elsewhere.
+GW_INLINE v16 seen_lanes(int64_t first, int64_t last, int panel, v16 values, v16 others) {
+  const auto within = [&](int64_t lane) {
+    const int64_t count = lane - panel * kLanes;
+    return static_cast<int>(count < 0 ? 0 : count > kLanes ? kLanes : count);
+  };
+  return first_lanes(within(first), others, first_lanes(within(last), values, others));
+}
+
+// Weights of values, as the product takes them.
+template <Compute compute>
+GW_INLINE void store_weights(Operand<compute>* at, v16 weights) {
+  if constexpr (std::is_same_v<Operand<compute>, uint16_t>) {
+    store_rounded(at, weights);
+  } else {
+    store(at, compute == Compute::bf16 ? round_bf16(weights) : weights);
+  }
+}
+
+// Turns a row's scores of a piece into the weights of its values and corrects what the row has gathered. Positions of
+// the piece that the row sees: [first, last).
+template <Compute compute>
+static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t row, int64_t first,
+                      int64_t last) {
+  const float* scores = tile.scores + row * kScoreStride;
+  const bool sees_all = first <= 0 && last >= kPieceTokens;
+  v16 piece[kPiecePanels];
+  v16 largest = broadcast(kUnseen);
+  for (int panel = 0; panel < kPiecePanels; ++panel) {
+    v16 score = load(scores + panel * kLanes);
+    if (args.soft_cap > 0.0f) score = capped(mul(score, broadcast(args.scale)), broadcast(args.soft_cap));
+    if (!sees_all) score = seen_lanes(first, last, panel, score, broadcast(kUnseen));
+    largest = max(largest, score);
+    piece[panel] = score;
+  }
+  // Weights are powers of 2, not of e; the largest score is taken away first, so that its weight is exactly 1.
+  const v16 exponent = broadcast((args.soft_cap > 0.0f ? 1.0f : args.scale) * 1.44269504f);
+  const float before = tile.largest[row], of_piece = largest_lane(largest);
+  const v16 now = broadcast(of_piece > before ? of_piece : before);
+  v16 sums = load(tile.sums + row * kLanes);
+  if (of_piece > before) {
+    const v16 correction = exp2_of_nonpositive(mul(sub(broadcast(before), now), exponent));
+    tile.largest[row] = of_piece;
+    sums = mul(sums, correction);
+    float* out = tile.out + row * tile.out_stride();
+    for (int64_t d = 0; d < tile.head_size; d += kLanes) store(out + d, mul(load(out + d), correction));
+  }
+  for (int panel = 0; panel < kPiecePanels; ++panel) {
+    v16 weight = exp2_of_nonpositive(mul(sub(piece[panel], now), exponent));
+    if (!sees_all) weight = seen_lanes(first, last, panel, weight, zero());
+    sums = add(sums, weight);
+    store_weights<compute>(tile.weights + row * kScoreStride + panel * kLanes, weight);
+  }
+  store(tile.sums + row * kLanes, sums);
+}
+
+// Start of layer's and head's keys of the panel that holds a position; its values lie half_bytes() further.
+static const std::byte* panel_at(const AttentionArgs& args, int64_t position) {
+  const KvLayout& layout = args.layout;
+  const int64_t block = args.table[position / layout.block_size];
+#if defined(GIVEWAY_CHECK_BLOCKS)
+  if (block < 0 || block >= args.num_pool_blocks) {
+    std::fprintf(stderr, "attention: block id %lld of position %lld is not within a pool of %lld blocks\n",
+                 static_cast<long long>(block), static_cast<long long>(position),
+                 static_cast<long long>(args.num_pool_blocks));
+    std::abort();
+  }
+#endif
+  return args.pool + block * layout.block_bytes() + layout.key_offset(args.layer, args.kv_head) +
+         position % layout.block_size / kKvPanel * layout.panel_bytes();
+}
+
+// Rows of the tile that see any of the positions from `first` to `last`.
+template <Compute compute>
+static RowRange rows_that_see(const QueryTile<compute>& tile, int64_t window, int64_t first, int64_t last) {
+  const int64_t earliest = first - tile.first_token;  // token, counted from the tile's first
+  const int64_t begin = earliest > 0 ? earliest : 0;
+  int64_t end = tile.num_tokens();
+  if (window > 0 && last + window - tile.first_token < end) end = last + window - tile.first_token;
+  return {begin * tile.group_size, (end > begin ? end : begin) * tile.group_size};
+}
+
+template <Compute compute>
+static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t number) {
+  Piece piece{};
+  piece.start = number * kPieceTokens;
+  const int64_t last = tile.first_token + tile.num_tokens() - 1;
+  piece.rows = rows_that_see(tile, args.window, piece.start, piece.start + kPieceTokens - 1);
+  for (int panel = 0; panel < kPiecePanels; ++panel) {
+    const int64_t first = piece.start + panel * kKvPanel;
+    const RowRange rows = rows_that_see(tile, args.window, first, first + kKvPanel - 1);
+    if (rows.begin == rows.end) continue;
+    if (piece.end == 0) piece.begin = panel;
+    piece.end = panel + 1;
+    piece.keys[panel] = panel_at(args, first);
+    piece.values[panel] = piece.keys[panel] + args.layout.half_bytes();
+    if (first + kPieceTokens <= last) piece.ahead[panel] = panel_at(args, first + kPieceTokens) - piece.keys[panel];
+  }
+  return piece;
+}
+
+// Weighs the positions of a piece for rows [begin, end) of the tile.
+template <Compute compute>
+GW_INLINE void weigh_rows(const QueryTile<compute>& tile, const AttentionArgs& args, const Piece& piece, int64_t begin,
+                          int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t position = tile.position(row) - piece.start;
+    weigh_row(tile, args, row, args.window > 0 ? position - args.window + 1 : 0, position + 1);
+  }
+}
+
+}  // namespace giveway::GW_SET
