@@ -156,20 +156,11 @@ static void attend_group(const QueryTile<Compute::bf16>& group, const AttentionA
   for (int64_t d = 0; d < group.head_size; d += 4 * kLanes) add_group<fetches, soon>(group, piece, d);
 }
 
-static void attend_pieces(const QueryTile<Compute::bf16>& tile, const AttentionArgs& args, int64_t first,
-                          int64_t last) {
-  shape_tiles(tile.num_rows);
-  for (int64_t number = first; number <= last; ++number) {
-    const Piece piece = find_piece(tile, args, number);
-    if (tile.num_rows <= kGroupRows) {
-      attend_group<true, true>(tile, args, piece);
-      continue;
-    }
-    attend_group<true, false>(group_of(tile, 0), args, piece);
-    for (int64_t row = kGroupRows; row < tile.num_rows; row += kGroupRows)
-      attend_group<false, false>(group_of(tile, row), args, piece);
-  }
-  _tile_release();  // tiles in use make every change of threads dearer
+static void attend_piece(const QueryTile<Compute::bf16>& tile, const AttentionArgs& args, const Piece& piece) {
+  if (tile.num_rows <= kGroupRows) return attend_group<true, true>(tile, args, piece);
+  attend_group<true, false>(group_of(tile, 0), args, piece);
+  for (int64_t row = kGroupRows; row < tile.num_rows; row += kGroupRows)
+    attend_group<false, false>(group_of(tile, row), args, piece);
 }
 
 }  // namespace giveway::GW_SET

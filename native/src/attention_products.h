@@ -25,6 +25,7 @@ inline constexpr int64_t kScoreStride = kPieceTokens + kLanes;
 template <Compute compute>
 struct QueryTile {
   int64_t num_rows, group_size, head_size;
+  int64_t kv_head;
   int64_t first_token;        // position of its first token
   int64_t rows_before;        // from that token's first head on, that are not in this tile
   Operand<compute>* queries;  // [rows][head size]
@@ -49,7 +50,7 @@ struct Piece {
   int begin, end;                       // panels that any row of the tile sees
   const std::byte* keys[kPiecePanels];  // null: none sees it
   const std::byte* values[kPiecePanels];
-  int64_t ahead[kPiecePanels];  // bytes to the same panel of the next piece; 0: there is none yet
+  int64_t ahead[kPiecePanels];  // bytes to the same panel of what is attended to next; 0: nobody knows
   RowRange rows;                // that see any position of the piece
 };
 

@@ -47,10 +47,17 @@ static QueryTile<compute> lay_out(Scratch& scratch, int64_t num_tokens, int64_t 
   return tile;
 }
 
+// Room for one large tile, or for small ones of several heads.
 static int64_t attention_scratch_bytes(const KvLayout& layout, int64_t group_size) {
-  Scratch scratch{nullptr};
-  lay_out<Compute::f32>(scratch, tile_tokens(group_size), group_size, layout.head_size);  // bf16 takes no more
-  return scratch.used;
+  Scratch large{nullptr}, small{nullptr};
+  lay_out<Compute::f32>(large, tile_tokens(group_size), group_size, layout.head_size);  // bf16 takes no more
+  for (int64_t num_tokens = 1; heads_together(num_tokens, group_size, layout.num_kv_heads) > 1; ++num_tokens) {
+    small.used = 0;
+    for (int64_t head = 0; head < heads_together(num_tokens, group_size, layout.num_kv_heads); ++head)
+      lay_out<Compute::f32>(small, num_tokens, group_size, layout.head_size);
+    large.used = std::max(large.used, small.used);
+  }
+  return large.used;
 }
 
 // soft_cap * tanh(score / soft_cap), by tanh x = 1 - 2 / (e^2x + 1).
@@ -115,8 +122,8 @@ static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args,
   store(tile.sums + row * kLanes, sums);
 }
 
-// Start of layer's and head's keys of the panel that holds a position; its values lie half_bytes() further.
-static const std::byte* panel_at(const AttentionArgs& args, int64_t position) {
+// Start of a head's keys of the panel that holds a position; its values lie half_bytes() further.
+static const std::byte* panel_at(const AttentionArgs& args, int64_t kv_head, int64_t position) {
   const KvLayout& layout = args.layout;
   const int64_t block = args.table[position / layout.block_size];
 #if defined(GIVEWAY_CHECK_BLOCKS)
@@ -127,7 +134,7 @@ static const std::byte* panel_at(const AttentionArgs& args, int64_t position) {
     std::abort();
   }
 #endif
-  return args.pool + block * layout.block_bytes() + layout.key_offset(args.layer, args.kv_head) +
+  return args.pool + block * layout.block_bytes() + layout.key_offset(args.layer, kv_head) +
          position % layout.block_size / kKvPanel * layout.panel_bytes();
 }
 
@@ -153,9 +160,13 @@ static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& arg
     if (rows.begin == rows.end) continue;
     if (piece.end == 0) piece.begin = panel;
     piece.end = panel + 1;
-    piece.keys[panel] = panel_at(args, first);
+    piece.keys[panel] = panel_at(args, tile.kv_head, first);
     piece.values[panel] = piece.keys[panel] + args.layout.half_bytes();
-    if (first + kPieceTokens <= last) piece.ahead[panel] = panel_at(args, first + kPieceTokens) - piece.keys[panel];
+    if (tile.kv_head + 1 < args.kv_head + args.num_kv_heads) {
+      piece.ahead[panel] = 2 * args.layout.half_bytes();
+    } else if (first + kPieceTokens <= last) {
+      piece.ahead[panel] = panel_at(args, args.kv_head, first + kPieceTokens) - piece.keys[panel];
+    }
   }
   return piece;
 }

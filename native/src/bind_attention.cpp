@@ -76,7 +76,11 @@ OwnedFloats attend(const InArray<float, 2>& qkv, const InArray<int32_t, 1>& tabl
     turn.clears_rest = row + 1 == num_rows;
     kernels.rotate(turn);
   }
-  for (args.kv_head = 0; args.kv_head < num_kv_heads; ++args.kv_head) kernels.attention(args);
+  const int64_t together = heads_together(num_rows, args.group_size, num_kv_heads);
+  for (args.kv_head = 0; args.kv_head < num_kv_heads; args.kv_head += together) {
+    args.num_kv_heads = std::min(together, num_kv_heads - args.kv_head);
+    kernels.attention(args);
+  }
   kernels.leave(state);
 
   OwnedFloats values = floats(num_rows, out.stride);

@@ -42,6 +42,14 @@ struct MatmulArgs {
   bool same_x = false;  // as in the call before, and the scratch is as that call left it: what it made of x is there
 };
 
+// KV heads that one call of attention may take together: where there are few query rows, reading takes most of the
+// time, and the heads of a block lie side by side.
+inline constexpr int64_t kMostHeadsTogether = 4;
+constexpr int64_t heads_together(int64_t num_rows, int64_t group_size, int64_t num_kv_heads) {
+  constexpr int64_t kFewQueryRows = 16;
+  return num_rows * group_size <= kFewQueryRows ? equal_part(num_kv_heads, kMostHeadsTogether) : 1;
+}
+
 struct AttentionArgs {
   const void* queries = nullptr;  // activations [rows][query_stride]: rotated heads of head_size, one after another
   int64_t query_stride = 0;
@@ -56,7 +64,8 @@ struct AttentionArgs {
   KvLayout layout;
   int64_t layer = 0;
   int64_t kv_head = 0;
-  int64_t group_size = 1;        // query heads of this KV head: kv_head * group_size and the following
+  int64_t num_kv_heads = 1;      // from kv_head on; more than one only as heads_together() says
+  int64_t group_size = 1;        // query heads of a KV head: kv_head * group_size and the following
   float scale = 1.0f;            // of the scores
   int64_t window = 0;            // a query sees this many positions, itself included; 0: all
   float soft_cap = 0.0f;         // scores become soft_cap * tanh(score / soft_cap); 0: they do not

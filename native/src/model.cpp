@@ -147,14 +147,20 @@ void Model::make_room(int64_t num_rows) {
   capacity_ = capacity;
 }
 
-void Model::plan_attention(const Batch& batch) {
+void Model::plan_attention(const Batch& batch, int num_threads) {
+  // Heads together make fewer pieces of work: only where there are enough for all threads.
+  const bool are_many = static_cast<int64_t>(batch.sequences.size()) >= 4 * num_threads;
   tasks_.clear();
   for (size_t index = 0; index < batch.sequences.size(); ++index) {
     const Sequence& sequence = batch.sequences[index];
-    for (int64_t done = 0; done < sequence.num_rows; done += kAttentionRows)
-      for (int64_t kv_head = 0; kv_head < shape_.num_kv_heads; ++kv_head)
-        tasks_.push_back({static_cast<int64_t>(index), sequence.first_row + done,
-                          std::min(kAttentionRows, sequence.num_rows - done), sequence.start + done, kv_head});
+    for (int64_t done = 0; done < sequence.num_rows; done += kAttentionRows) {
+      const int64_t num_rows = std::min(kAttentionRows, sequence.num_rows - done);
+      const int64_t together =
+          are_many ? heads_together(num_rows, shape_.num_heads / shape_.num_kv_heads, shape_.num_kv_heads) : 1;
+      for (int64_t kv_head = 0; kv_head < shape_.num_kv_heads; kv_head += together)
+        tasks_.push_back({static_cast<int64_t>(index), sequence.first_row + done, num_rows, sequence.start + done,
+                          kv_head, std::min(together, shape_.num_kv_heads - kv_head)});
+    }
   }
   // The longest contexts first, so that no thread is left with a long one at the end.
   std::stable_sort(tasks_.begin(), tasks_.end(),
@@ -297,6 +303,7 @@ class Model::Worker {
       args.start = task.start;
       args.table = batch_.sequences[static_cast<size_t>(task.sequence)].table;
       args.kv_head = task.kv_head;
+      args.num_kv_heads = task.num_kv_heads;
       kernels_.attention(args);
     });
   }
@@ -356,7 +363,7 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
   num_rows_ = 0;  // what the last step left is gone from here on
   make_scratch(num_threads);
   make_room(batch.num_rows);
-  plan_attention(batch);
+  plan_attention(batch, num_threads);
   const auto num_rows = static_cast<size_t>(batch.num_rows);
   row_block_.resize(num_rows), row_offset_.resize(num_rows), row_position_.resize(num_rows),
       row_clears_rest_.resize(num_rows);

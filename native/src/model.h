@@ -98,14 +98,14 @@ class Model {
 
  private:
   struct AttentionTask {
-    int64_t sequence, first_row, num_rows, start, kv_head;
+    int64_t sequence, first_row, num_rows, start, kv_head, num_kv_heads;
   };
   class Worker;
 
   void check(const Batch& batch, const Pool& pool) const;
   void make_scratch(int num_threads);
   void make_room(int64_t num_rows);
-  void plan_attention(const Batch& batch);
+  void plan_attention(const Batch& batch, int num_threads);
   void multiply_head(const int64_t* rows, int64_t num_rows, float* out, int num_threads);  // at most capacity_ rows
   int64_t hidden_stride() const { return rounded_up(shape_.hidden_size, kPanelColumns); }
   int64_t normed_stride() const { return activation_stride(shape_.hidden_size); }

@@ -29,6 +29,14 @@ Rows pool_of(const AttentionShape& shape) {
   return Rows(shape.num_sequences * shape.blocks_of_sequence(), shape.layout().block_bytes() / element, element);
 }
 
+int64_t heads_of_call(const AttentionShape& shape) {
+  return heads_together(shape.num_rows, shape.num_heads / shape.num_kv_heads, shape.num_kv_heads);
+}
+
+int64_t calls_of_piece(const AttentionShape& shape) {
+  return (shape.num_kv_heads + heads_of_call(shape) - 1) / heads_of_call(shape);
+}
+
 int64_t pieces_of_rows(int64_t num_rows) { return (num_rows + kAttentionRows - 1) / kAttentionRows; }
 
 }  // namespace
@@ -99,7 +107,7 @@ void ProductWorkload::compute(int64_t turn, int64_t first, int64_t last, std::by
 }
 
 AttentionWorkload::AttentionWorkload(const Kernels& kernels, const AttentionShape& shape)
-    : Workload(kernels, {shape.num_sequences * pieces_of_rows(shape.num_rows) * shape.num_kv_heads, 1, 1},
+    : Workload(kernels, {shape.num_sequences * pieces_of_rows(shape.num_rows) * calls_of_piece(shape), 1, 1},
                kernels.attention_scratch_bytes(shape.layout(), shape.num_heads / shape.num_kv_heads)),
       shape_(shape),
       queries_(
@@ -111,7 +119,8 @@ AttentionWorkload::AttentionWorkload(const Kernels& kernels, const AttentionShap
     tables_.push_back(static_cast<int32_t>(block));
 }
 
-// Units: pieces of a sequence's rows, the last and longest first as in a step, and of these the KV heads.
+// Units: pieces of a sequence's rows, the last and longest first as in a step, and of these the KV heads that are
+// taken together.
 void AttentionWorkload::compute(int64_t, int64_t first, int64_t last, std::byte* scratch) const {
   AttentionArgs args;
   args.queries = queries_.row(0);
@@ -124,15 +133,16 @@ void AttentionWorkload::compute(int64_t, int64_t first, int64_t last, std::byte*
   args.group_size = shape_.num_heads / shape_.num_kv_heads;
   args.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_size));
   args.scratch = scratch;
-  const int64_t units_of_piece = shape_.num_sequences * shape_.num_kv_heads;
+  const int64_t calls = calls_of_piece(shape_), units_of_piece = shape_.num_sequences * calls;
   for (int64_t unit = first; unit < last; ++unit) {
     const int64_t piece = pieces_of_rows(shape_.num_rows) - 1 - unit / units_of_piece;
-    const int64_t sequence = unit % units_of_piece / shape_.num_kv_heads, done = piece * kAttentionRows;
+    const int64_t sequence = unit % units_of_piece / calls, done = piece * kAttentionRows;
     args.first_row = sequence * shape_.num_rows + done;
     args.num_rows = std::min(kAttentionRows, shape_.num_rows - done);
     args.start = shape_.context - shape_.num_rows + done;
     args.table = tables_.data() + sequence * shape_.blocks_of_sequence();
-    args.kv_head = unit % shape_.num_kv_heads;
+    args.kv_head = unit % calls * heads_of_call(shape_);
+    args.num_kv_heads = std::min(heads_of_call(shape_), shape_.num_kv_heads - args.kv_head);
     kernels_.attention(args);
   }
 }
