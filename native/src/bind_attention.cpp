@@ -100,7 +100,7 @@ void bind_attention(nb::module_& m) {
         nb::arg("layer") = 0, nb::arg("compute") = "f32", nb::arg("isa") = "",
         "Rotates the rows of one chunk (float32 [rows, q heads + k heads + v heads]), writes their keys and values "
         "into the pool and\n"
-        "attends, by one thread. Returns float32 [rows, num_heads * head_size padded to 32].");
+        "attends, by one thread. Returns float32 [rows, num_heads * head_size and zeros].");
 }
 
 }  // namespace giveway

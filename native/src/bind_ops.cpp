@@ -107,7 +107,7 @@ void bind_ops(nb::module_& m) {
         "x [rows, inputs] times a packed matrix, float32 [rows, outputs]. epilogue 'add' adds to `onto`.");
   m.def("rms_norm", &rms_norm, nb::arg("rows"), nb::arg("weight"), nb::kw_only(), nb::arg("eps"),
         nb::arg("compute") = "f32", nb::arg("isa") = "",
-        "RMSNorm as activations, widened: float32 [rows, size padded to 32].");
+        "RMSNorm as activations, widened: float32 [rows, size, and zeros up to an odd number of blocks of 32].");
   m.def("embed", &embed, nb::arg("table"), nb::arg("tokens"), nb::kw_only(), nb::arg("isa") = "",
         "Rows of a packed matrix, float32 [tokens, inputs].");
 }

@@ -77,8 +77,11 @@ struct Panels {
   const std::byte* panel(int64_t index) const { return data + index * panel_bytes(); }
 };
 
-// Elements from one row of activations to the next; what lies between the row's end and the next row is zero.
-constexpr int64_t activation_stride(int64_t num_columns) { return rounded_up(num_columns, kBlockK); }
+// Elements from one row of activations to the next; what lies between the row's end and the next row is zero. An odd
+// number of blocks: rows whose distance is a large power of two lie in a few sets of the first cache only.
+constexpr int64_t activation_stride(int64_t num_columns) {
+  return (rounded_up(num_columns, kBlockK) / kBlockK | 1) * kBlockK;
+}
 
 // Where K and V of one token lie in a block of the pool. A block is [layers][KV heads][K, then V]; with e = element (2
 // bytes of bf16 or 4 of float32), d = dimension of the head, and panels of 16 positions:

@@ -52,9 +52,13 @@ double Workload::run(int64_t num_turns, int num_threads) {
     const uint32_t state = kernels_.enter();
     const Member member = this_member();
     std::byte* own = scratch.data() + member.index * scratch_bytes_;
-    for (int64_t turn = 0; turn < num_turns; ++turn)
-      turns[static_cast<size_t>(turn)].share(
-          cut, member, [&](int64_t first, int64_t last) { compute(num_turns_done_ + turn, first, last, own); });
+    for (int64_t turn = 0; turn < num_turns; ++turn) {
+      bool is_first = true;
+      turns[static_cast<size_t>(turn)].share(cut, member, [&](int64_t first, int64_t last) {
+        compute({num_turns_done_ + turn, first, last, own, is_first});
+        is_first = false;
+      });
+    }
     kernels_.leave(state);
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
@@ -85,24 +89,25 @@ ProductWorkload::ProductWorkload(const Kernels& kernels, std::shared_ptr<const M
       x_(activations(kernels, shape.compute, shape.num_rows, matrix_->panels().num_inputs)),
       out_(product_out(kernels, shape)) {}
 
-void ProductWorkload::compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const {
+void ProductWorkload::compute(const Share& share) const {
   const Panels& all = matrix_->panels();
   const int64_t num_products = all.num_outputs / shape_.num_outputs;
   Panels weights = all;
-  weights.data = all.panel(turn % num_products * (shape_.num_outputs / kPanelColumns));
+  weights.data = all.panel(share.turn % num_products * (shape_.num_outputs / kPanelColumns));
   weights.num_outputs = shape_.num_outputs;
   MatmulArgs args;
   args.x = x_.row(0);
   args.x_stride = x_.stride;
   args.num_rows = shape_.num_rows;
   args.weights = &weights;
-  args.first_panel = first;
-  args.last_panel = last;
+  args.first_panel = share.first;
+  args.last_panel = share.last;
   args.compute = shape_.compute;
   args.epilogue = shape_.epilogue;
   args.out = out_.row(0);
   args.out_stride = out_.stride;
-  args.scratch = scratch;
+  args.scratch = share.scratch;
+  args.same_x = !share.is_first;
   kernels_.matmul(args);
 }
 
@@ -121,7 +126,7 @@ AttentionWorkload::AttentionWorkload(const Kernels& kernels, const AttentionShap
 
 // Units: pieces of a sequence's rows, the last and longest first as in a step, and of these the KV heads that are
 // taken together.
-void AttentionWorkload::compute(int64_t, int64_t first, int64_t last, std::byte* scratch) const {
+void AttentionWorkload::compute(const Share& share) const {
   AttentionArgs args;
   args.queries = queries_.row(0);
   args.out = out_.row(0);
@@ -132,9 +137,9 @@ void AttentionWorkload::compute(int64_t, int64_t first, int64_t last, std::byte*
   args.layout = shape_.layout();
   args.group_size = shape_.num_heads / shape_.num_kv_heads;
   args.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_size));
-  args.scratch = scratch;
+  args.scratch = share.scratch;
   const int64_t calls = calls_of_piece(shape_), units_of_piece = shape_.num_sequences * calls;
-  for (int64_t unit = first; unit < last; ++unit) {
+  for (int64_t unit = share.first; unit < share.last; ++unit) {
     const int64_t piece = pieces_of_rows(shape_.num_rows) - 1 - unit / units_of_piece;
     const int64_t sequence = unit % units_of_piece / calls, done = piece * kAttentionRows;
     args.first_row = sequence * shape_.num_rows + done;
@@ -154,8 +159,8 @@ NormWorkload::NormWorkload(const Kernels& kernels, int64_t num_rows, int64_t siz
       weight_(1, size, 4),
       out_(activations(kernels, compute, num_rows, size)) {}
 
-void NormWorkload::compute(int64_t, int64_t first, int64_t last, std::byte*) const {
-  for (int64_t row = first; row < last; ++row)
+void NormWorkload::compute(const Share& share) const {
+  for (int64_t row = share.first; row < share.last; ++row)
     kernels_.rms_norm(reinterpret_cast<const float*>(rows_.row(row)), reinterpret_cast<const float*>(weight_.row(0)),
                       rows_.stride, 1e-5f, compute_, out_.row(row));
 }
@@ -168,12 +173,12 @@ RotationWorkload::RotationWorkload(const Kernels& kernels, const AttentionShape&
       queries_(activations(kernels, shape.compute, shape.num_rows, shape.num_heads * shape.head_size)),
       pool_(pool_of(shape)) {}
 
-void RotationWorkload::compute(int64_t, int64_t first, int64_t last, std::byte*) const {
+void RotationWorkload::compute(const Share& share) const {
   RotateArgs args;
   args.num_heads = shape_.num_heads;
   args.pool = pool_.row(0);
   args.layout = shape_.layout();
-  for (int64_t row = first; row < last; ++row) {
+  for (int64_t row = share.first; row < share.last; ++row) {
     args.qkv = reinterpret_cast<const float*>(qkv_.row(row));
     args.cosine = reinterpret_cast<const float*>(angles_.row(row));
     args.sine = args.cosine + shape_.head_size / 2;

@@ -31,8 +31,13 @@ class Workload {
   Workload(const Kernels& kernels, Sharing sharing, int64_t scratch_bytes)
       : kernels_(kernels), sharing_(sharing), scratch_bytes_(rounded_up(scratch_bytes, kAlignment)) {}
 
-  // Does units [first, last) of a turn, the first turn of all having number 0.
-  virtual void compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const = 0;
+  // Units [first, last) of a turn; the first turn of all has number 0.
+  struct Share {
+    int64_t turn, first, last;
+    std::byte* scratch;  // the thread's own
+    bool is_first;       // that this thread does of the turn
+  };
+  virtual void compute(const Share& share) const = 0;
 
   const Kernels& kernels_;
 
@@ -69,7 +74,7 @@ class ProductWorkload : public Workload {
   ProductWorkload(const Kernels& kernels, std::shared_ptr<const Matrix> matrix, const ProductShape& shape);
 
  private:
-  void compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const override;
+  void compute(const Share& share) const override;
 
   std::shared_ptr<const Matrix> matrix_;
   ProductShape shape_;
@@ -96,7 +101,7 @@ class AttentionWorkload : public Workload {
   AttentionWorkload(const Kernels& kernels, const AttentionShape& shape);
 
  private:
-  void compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const override;
+  void compute(const Share& share) const override;
 
   AttentionShape shape_;
   Rows queries_, out_, pool_;
@@ -109,7 +114,7 @@ class NormWorkload : public Workload {
   NormWorkload(const Kernels& kernels, int64_t num_rows, int64_t size, Compute compute);
 
  private:
-  void compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const override;
+  void compute(const Share& share) const override;
 
   Compute compute_;
   Rows rows_, weight_, out_;
@@ -121,7 +126,7 @@ class RotationWorkload : public Workload {
   RotationWorkload(const Kernels& kernels, const AttentionShape& shape);
 
  private:
-  void compute(int64_t turn, int64_t first, int64_t last, std::byte* scratch) const override;
+  void compute(const Share& share) const override;
 
   AttentionShape shape_;
   Rows qkv_, angles_, queries_, pool_;
