@@ -138,7 +138,9 @@ def test_long_rows_are_the_same_to_the_bit_whatever_the_number_of_rows(compute: 
     x = normal(num_rows, num_inputs, seed=7)
     whole = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     for count in (1, 2, 3, 7, 17, 25):
-        assert same_bits(kernels.multiply(x[:count].copy(), weights.packed(isa), compute=compute, isa=isa), whole[:count])
+        assert same_bits(
+            kernels.multiply(x[:count].copy(), weights.packed(isa), compute=compute, isa=isa), whole[:count]
+        )
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -187,7 +189,9 @@ def test_threads_share_out_panels_and_change_nothing(compute: str, isa: str) -> 
     x = normal(19, 64, seed=13)
     alone = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     for num_threads in (2, 3, 5, 9):
-        assert same_bits(kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa, num_threads=num_threads), alone)
+        assert same_bits(
+            kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa, num_threads=num_threads), alone
+        )
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -305,5 +309,8 @@ def test_a_gated_product_is_the_activation_of_one_panel_times_the_next(gate: str
             assert same_bits(got, bf16(got))
         if adds_in_block_order(isa, compute):
             assert same_bits(
-                got, kernels.multiply(x, weights.packed("scalar"), compute=compute, isa="scalar", epilogue="gate", gate=gate)
+                got,
+                kernels.multiply(
+                    x, weights.packed("scalar"), compute=compute, isa="scalar", epilogue="gate", gate=gate
+                ),
             )
