@@ -5,8 +5,9 @@
 // operand holds the weights is all the same: up to kFewRows rows it is the left one, as weights are decoded to rows;
 // more rows are the left operand themselves, and the weights are transposed.
 //
-// Tiles multiply in a unit of their own. What the vector units have to do, decoding weights and finishing products, is
-// therefore done between the tile instructions, a little with every block, so that both are busy.
+// Tiles multiply in a unit of their own (next to which one of the two units for floating point is idle). What vector
+// instructions have to do, decoding weights and finishing products, is therefore done between the tile instructions, a
+// little with every block: what takes longer than the tiles of a block holds up those of the next.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +20,13 @@
 
 namespace giveway::GW_SET {
 
-inline constexpr int64_t kTileRows16 = 16;             // rows of a tile
-inline constexpr int64_t kTileWords = 16 * 2 * 16;     // bfloat16 values of a tile
-inline constexpr int64_t kFewRows = 4 * kTileRows16;   // up to so many, a panel is multiplied with all rows at once
-inline constexpr int64_t kPartRows = 2 * kTileRows16;  // more: rows that two panels are multiplied with at a time
-inline constexpr int64_t kBlocksOfRest =
-    4;  // until the totals of the part before can be read: storing tiles takes its time
-inline constexpr int64_t kAmxChunkBytes = int64_t{3} << 19;  // of activations that share what was decoded
+inline constexpr int64_t kTileHeight = 16;
+inline constexpr int64_t kTileWords = kTileHeight * kBlockK;  // bfloat16 values of a tile
+inline constexpr int64_t kFewRows = 4 * kTileHeight;   // up to so many, a panel is multiplied with all rows at once
+inline constexpr int64_t kPartRows = 2 * kTileHeight;  // more: rows that two panels are multiplied with at a time
+inline constexpr int64_t kChunkBytesOfMany = int64_t{3} << 19;  // activations that share what was decoded
+// Blocks that pass before stored tiles are read: until they are in memory, whoever wants them holds up all behind.
+inline constexpr int64_t kBlocksOfRest = 4;
 
 // What LDTILECFG reads.
 struct alignas(64) TileConfiguration {
@@ -51,7 +52,7 @@ GW_INLINE void configure_tiles(int64_t columns) {
 
 struct FewScratch {
   alignas(64) float totals[2][2 * kFewRows * kPanelColumns];  // [turn][panels][tiles of rows][16 outputs][16 rows]
-  alignas(64) float transposed[kTileRows16 * kTotalsStride];
+  alignas(64) float transposed[kTileHeight * kTotalsStride];
   alignas(64) uint16_t rows[2][kTileWords];  // decoded a block before they are multiplied: storing takes its time
   alignas(64) float scales[32];
   alignas(64) uint16_t x[];  // [tiles of rows][blocks][16 pairs of inputs][16 rows][2]
@@ -68,17 +69,17 @@ struct FewUnfinished {
     if (num_rows == 1) {  // sixteen outputs of a single row are a row already
       for (int64_t index = 0; index < num_panels; ++index)
         store(scratch.transposed + index * kPanelColumns, load(totals + index * kFewRows * kPanelColumns));
-    } else if (row % kTileRows16 == 0) {
+    } else if (row % kTileHeight == 0) {
       for (int64_t index = 0; index < num_panels; ++index)
         transpose_sixteen(totals + (index * kFewRows + row) * kPanelColumns, 64,
                           scratch.transposed + index * kPanelColumns, kTotalsStride * sizeof(float));
     }
-    const int64_t count = std::min(most, std::min(num_rows, (row / kTileRows16 + 1) * kTileRows16) - row);
-    finish<epilogue>(args, row, count, panel, num_panels, scratch.transposed + row % kTileRows16 * kTotalsStride);
+    const int64_t count = std::min(most, std::min(num_rows, (row / kTileHeight + 1) * kTileHeight) - row);
+    finish<epilogue>(args, row, count, panel, num_panels, scratch.transposed + row % kTileHeight * kTotalsStride);
     row += count;
   }
   [[gnu::always_inline]] inline void finish_all(const MatmulArgs& args, FewScratch& scratch) {
-    while (row < num_rows) finish_some(args, scratch, kTileRows16);
+    while (row < num_rows) finish_some(args, scratch, kTileHeight);
   }
 };
 
@@ -136,7 +137,7 @@ static void multiply_few(const MatmulArgs& args, const std::byte* data, const ui
     if (index >= kBlocksOfRest) before.finish_some(args, scratch, rows_a_block);
   }
   multiply_all(num_blocks - 1);
-  constexpr int64_t kTile = kTileRows16 * kPanelColumns;
+  constexpr int64_t kTile = kTileHeight * kPanelColumns;
   const int64_t row_bytes = args.num_rows == 1 ? 4 : 64;
   _tile_stored(0, totals, row_bytes);
   if constexpr (tiles > 1) _tile_stored(1, totals + kTile, row_bytes);
@@ -147,7 +148,7 @@ static void multiply_few(const MatmulArgs& args, const std::byte* data, const ui
 // Activations as right operands. (A single row is one as it lies.)
 static void interleave_rows(const MatmulArgs& args, uint16_t* out) {
   const int64_t num_blocks = args.weights->num_blocks();
-  for (int64_t row = 0; row < args.num_rows; row += kTileRows16)
+  for (int64_t row = 0; row < args.num_rows; row += kTileHeight)
     for (int64_t block = 0; block < num_blocks; ++block, out += kTileWords)
       transpose_sixteen(static_cast<const uint16_t*>(args.x) + row * args.x_stride + block * kBlockK, args.x_stride * 2,
                         out, 64);
@@ -159,7 +160,7 @@ static void multiply_few(const MatmulArgs& args) {
   const bool is_single = args.num_rows == 1;
   const uint16_t* x = is_single ? static_cast<const uint16_t*>(args.x) : scratch.x;
   if (!is_single && !args.same_x) interleave_rows(args, scratch.x);
-  configure_tiles(std::min(args.num_rows, kTileRows16));
+  configure_tiles(std::min(args.num_rows, kTileHeight));
   FewUnfinished<epilogue> before;
   int turn = 0;
   for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2, turn ^= 1) {
@@ -250,7 +251,7 @@ GW_INLINE void multiply_part(const PairStrip& strip, Between between) {
   const int64_t x_bytes = strip.x_stride * 2;
   constexpr int64_t kTotalsBytes = kTotalsStride * sizeof(float);
   const uint16_t* upper = strip.x;
-  const uint16_t* lower = strip.x + kTileRows16 * strip.x_stride;
+  const uint16_t* lower = strip.x + kTileHeight * strip.x_stride;
   keep_order();
   _tile_zero(0);
   _tile_zero(1);
@@ -269,8 +270,8 @@ GW_INLINE void multiply_part(const PairStrip& strip, Between between) {
   }
   _tile_stored(0, strip.totals, kTotalsBytes);
   _tile_stored(1, strip.totals + kPanelColumns, kTotalsBytes);
-  _tile_stored(2, strip.totals + kTileRows16 * kTotalsStride, kTotalsBytes);
-  _tile_stored(3, strip.totals + kTileRows16 * kTotalsStride + kPanelColumns, kTotalsBytes);
+  _tile_stored(2, strip.totals + kTileHeight * kTotalsStride, kTotalsBytes);
+  _tile_stored(3, strip.totals + kTileHeight * kTotalsStride + kPanelColumns, kTotalsBytes);
 }
 
 template <Encoding encoding, Epilogue epilogue>
@@ -288,8 +289,8 @@ static void multiply_many(const MatmulArgs& args) {
     decoding.num_steps = num_panels * num_blocks * Decoding<encoding>::kStepsOfBlock;
     return decoding;
   };
-  configure_tiles(kTileRows16);
-  const int64_t most = std::max(kAmxChunkBytes / (args.x_stride * 2) / kPartRows, int64_t{1}) * kPartRows;
+  configure_tiles(kTileHeight);
+  const int64_t most = std::max(kChunkBytesOfMany / (args.x_stride * 2) / kPartRows, int64_t{1}) * kPartRows;
   const int64_t chunk_rows = rounded_up(equal_part(args.num_rows, most), kPartRows);
   const int64_t rows_a_block = kPartRows / std::max<int64_t>(num_blocks - kBlocksOfRest - 1, 1) + 1;
   Unfinished<epilogue> before;
@@ -333,9 +334,9 @@ static int64_t bf16_scratch_bytes(int64_t num_inputs) {
 template <Encoding encoding, Epilogue epilogue>
 static void multiply_tiles(const MatmulArgs& args) {
   if (args.num_rows > kFewRows) return multiply_many<encoding, epilogue>(args);
-  if (args.num_rows > 3 * kTileRows16) return multiply_few<encoding, epilogue, 4>(args);
-  if (args.num_rows > 2 * kTileRows16) return multiply_few<encoding, epilogue, 3>(args);
-  if (args.num_rows > kTileRows16) return multiply_few<encoding, epilogue, 2>(args);
+  if (args.num_rows > 3 * kTileHeight) return multiply_few<encoding, epilogue, 4>(args);
+  if (args.num_rows > 2 * kTileHeight) return multiply_few<encoding, epilogue, 3>(args);
+  if (args.num_rows > kTileHeight) return multiply_few<encoding, epilogue, 2>(args);
   return multiply_few<encoding, epilogue, 1>(args);
 }
 

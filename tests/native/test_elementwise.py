@@ -61,6 +61,16 @@ def test_a_token_of_an_unpacked_table_is_its_row(num_columns: int, isa: str) -> 
     assert np.array_equal(native.embed(matrix, tokens, isa=isa), values[tokens])
 
 
+@sets
+@computes
+def test_a_token_of_a_table_of_bfloat16_is_its_row(compute: str, isa: str) -> None:
+    values = (normal(50, 70).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    stored = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(50, -1)
+    matrix = native.Matrix.pack([("BF16", stored)], num_inputs=70, compute=compute, isa=isa)
+    tokens = np.array([0, 49, 17, 16, 15], np.int64)
+    assert np.array_equal(native.embed(matrix, tokens, isa=isa), values[tokens])
+
+
 def stored_and_expected(encoding: str, num_rows: int, num_blocks: int) -> tuple[npt.NDArray[np.uint8], Floats]:
     """Blocks of 32 elements with random scales and codes, and what the format's formula makes of them in float32."""
     rng = np.random.default_rng(0)

@@ -123,7 +123,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_the_number_of_rows(encoding: str,
     weights = Weights(encoding, normal(33, 96, seed=4), compute)
     x = normal(num_rows, 96, seed=5)
     whole = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
-    for count in [*range(1, 26), 31, 32, 33, 47, 64, 120, 121, 127, 250, num_rows - 1]:
+    for count in [*range(1, 26), 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97, 120, 121, 127, 250, num_rows - 1]:
         first = (count * 37) % (num_rows - count + 1)
         part = kernels.multiply(x[first : first + count].copy(), weights.packed(isa), compute=compute, isa=isa)
         assert same_bits(part, whole[first : first + count]), count
@@ -132,12 +132,13 @@ def test_a_row_is_the_same_to_the_bit_whatever_the_number_of_rows(encoding: str,
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_long_rows_are_the_same_to_the_bit_whatever_the_number_of_rows(compute: str, isa: str) -> None:
-    # Goal: more inputs than are decoded at a time, and a chunk of rows that ends early because they are long.
-    num_inputs, num_rows = 3200, 40
-    weights = Weights("Q4_1", normal(32, num_inputs, seed=6), compute)
+    # Goal: more inputs than are decoded at a time, a chunk of rows that ends early because they are long, and enough
+    # blocks for all that is done between them.
+    num_inputs, num_rows = 3200, 300 if isa == "amx" and compute == "bf16" else 40
+    weights = Weights("Q4_1", normal(80, num_inputs, seed=6), compute)
     x = normal(num_rows, num_inputs, seed=7)
     whole = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
-    for count in (1, 2, 3, 7, 17, 25):
+    for count in (count for count in (1, 2, 3, 7, 17, 25, 49, 65, 129) if count < num_rows):
         assert same_bits(
             kernels.multiply(x[:count].copy(), weights.packed(isa), compute=compute, isa=isa), whole[:count]
         )
@@ -150,7 +151,7 @@ def test_every_instruction_set_gives_the_bits_of_the_scalar_one(encoding: str, c
     if not adds_in_block_order(isa, compute):
         pytest.skip("adds in an order of its own")
     weights = Weights(encoding, normal(50, 352, seed=8), compute)
-    for num_rows in (1, 4, 16, 17, 40):
+    for num_rows in (1, 4, 16, 17, 40, 70):
         x = normal(num_rows, 352, seed=9)
         wanted = kernels.multiply(x, weights.packed("scalar"), compute=compute, isa="scalar")
         assert same_bits(kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa), wanted)
@@ -275,12 +276,12 @@ def test_numbers_near_the_ends_of_the_range_give_the_bits_of_the_scalar_set(comp
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("compute", COMPUTE)
-@pytest.mark.parametrize("num_rows", [1, 3, 17, 40])
+@pytest.mark.parametrize("num_rows", [1, 3, 17, 40, 100])
 def test_bias_and_what_is_there_already_are_added_to_the_finished_product(
     num_rows: int, compute: str, isa: str
 ) -> None:
-    weights = Weights("Q4_0", normal(40, 64, seed=19), compute)
-    x, bias, onto = normal(num_rows, 64, seed=20), normal(40, seed=21), normal(num_rows, 40, seed=22)
+    weights = Weights("Q4_0", normal(40, 320, seed=19), compute)
+    x, bias, onto = normal(num_rows, 320, seed=20), normal(40, seed=21), normal(num_rows, 40, seed=22)
     product = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa)
     run: Callable[..., Any] = kernels.multiply
     assert same_bits(run(x, weights.packed(isa), compute=compute, isa=isa, bias=bias), product + bias)
@@ -293,9 +294,9 @@ def test_bias_and_what_is_there_already_are_added_to_the_finished_product(
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 def test_a_gated_product_is_the_activation_of_one_panel_times_the_next(gate: str, compute: str, isa: str) -> None:
-    weights = Weights("Q4_1", normal(64, 96, seed=23, scale=1 / 4), compute)
-    for num_rows in (1, 5, 18):
-        x = normal(num_rows, 96, seed=24)
+    weights = Weights("Q4_1", normal(64, 288, seed=23, scale=1 / 8), compute)
+    for num_rows in (1, 5, 18, 67):
+        x = normal(num_rows, 288, seed=24)
         product = kernels.multiply(x, weights.packed(isa), compute=compute, isa=isa).reshape(num_rows, 2, 2, 16)
         gates = product[:, :, 0].reshape(num_rows, 32).astype(np.float64)
         ups = product[:, :, 1].reshape(num_rows, 32).astype(np.float64)
@@ -314,3 +315,11 @@ def test_a_gated_product_is_the_activation_of_one_panel_times_the_next(gate: str
                     x, weights.packed("scalar"), compute=compute, isa="scalar", epilogue="gate", gate=gate
                 ),
             )
+
+
+@pytest.mark.skipif("amx" not in SETS, reason="no other set has an order of its own")
+def test_a_matrix_in_the_order_of_another_instruction_set_is_refused() -> None:
+    weights, x = Weights("Q8_0", normal(16, 64, seed=25), "bf16"), normal(2, 64, seed=26)
+    for packed, isa in (("scalar", "amx"), ("amx", "scalar")):
+        with pytest.raises(ValueError, match=f"packed for another instruction set or type than {isa}"):
+            kernels.multiply(x, weights.packed(packed), compute="bf16", isa=isa)

@@ -115,6 +115,27 @@ def test_batch_mates_do_not_matter(mates: int, small_model: SmallModel, isa: str
         assert_same_bits(found, expected[start:end])
 
 
+@pytest.mark.parametrize("num_kv_heads", [2, 3, 6])
+def test_many_decodes_that_take_their_heads_together_get_what_each_gets_alone(
+    num_kv_heads: int, isa: str, compute: str
+) -> None:
+    # Goal: contexts that end in the middle of a piece and of a panel, so that what is fetched ahead differs.
+    model = make_small_model(num_kv_heads=num_kv_heads).pack(compute=compute, isa=isa)
+    contexts = [64, 65, 3, 17, 128, 96, 63, 80]
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, SHAPE["vocab_size"], length).tolist() for length in contexts]
+    ends = np.cumsum([-(-(length + 1) // 16) for length in contexts])
+    tables = [list(range(start, end)) for start, end in pairwise([0, *ends])]
+    runner = Runner(model, num_blocks=int(ends[-1]))
+    for prompt, table in zip(prompts, tables, strict=True):
+        runner.run(Chunk(prompt, 0, table))
+    found = runner.logits(*(Chunk([7], len(p), t) for p, t in zip(prompts, tables, strict=True)))
+    for number, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+        alone = Runner(model, num_blocks=int(ends[-1]))
+        alone.run(Chunk(prompt, 0, table))
+        assert_same_bits(found[number : number + 1], alone.logits(Chunk([7], len(prompt), table)))
+
+
 def test_a_block_that_two_requests_share_is_only_read(small_model: SmallModel, isa: str, compute: str) -> None:
     model = small_model.pack(compute=compute, isa=isa)
     runner = Runner(model)
