@@ -145,6 +145,23 @@ static void multiply_few(const MatmulArgs& args, const std::byte* data, const ui
   if constexpr (tiles > 3) _tile_stored(3, totals + 3 * kTile, row_bytes);
 }
 
+// Two panels that need no decoding by one tile of rows: one core reads two streams faster than one.
+static void multiply_stored(const uint16_t* first, const uint16_t* second, int64_t num_blocks, const uint16_t* x,
+                            int64_t x_row_bytes, float* totals) {
+  keep_order();
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    _tile_loadd(4, x + block * 8 * x_row_bytes, x_row_bytes);
+    _tile_loadd(6, first + block * kTileWords, 64);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_loadd(7, second + block * kTileWords, 64);
+    _tile_dpbf16ps(1, 7, 4);
+  }
+  _tile_stored(0, totals, x_row_bytes);  // sums have as many columns as activations
+  _tile_stored(1, totals + kFewRows * kPanelColumns, x_row_bytes);
+}
+
 // Activations as right operands. (A single row is one as it lies.)
 static void interleave_rows(const MatmulArgs& args, uint16_t* out) {
   const int64_t num_blocks = args.weights->num_blocks();
@@ -158,6 +175,7 @@ template <Encoding encoding, Epilogue epilogue, int tiles>
 static void multiply_few(const MatmulArgs& args) {
   auto& scratch = *reinterpret_cast<FewScratch*>(args.scratch);
   const bool is_single = args.num_rows == 1;
+  const int64_t x_row_bytes = is_single ? 4 : 64;
   const uint16_t* x = is_single ? static_cast<const uint16_t*>(args.x) : scratch.x;
   if (!is_single && !args.same_x) interleave_rows(args, scratch.x);
   configure_tiles(std::min(args.num_rows, kTileHeight));
@@ -166,9 +184,14 @@ static void multiply_few(const MatmulArgs& args) {
   for (int64_t panel = args.first_panel; panel < args.last_panel; panel += 2, turn ^= 1) {
     float* totals = scratch.totals[turn];
     const int64_t num_panels = std::min<int64_t>(2, args.last_panel - panel);
-    for (int64_t index = 0; index < num_panels; ++index)
-      multiply_few<encoding, tiles, epilogue>(args, args.weights->panel(panel + index), x, is_single ? 4 : 64, scratch,
-                                              totals + index * kFewRows * kPanelColumns, before);
+    if (tiles == 1 && encoding == Encoding::bf16 && num_panels == 2) {
+      const auto stored = [&](int64_t index) { return reinterpret_cast<const uint16_t*>(args.weights->panel(index)); };
+      multiply_stored(stored(panel), stored(panel + 1), args.weights->num_blocks(), x, x_row_bytes, totals);
+    } else {
+      for (int64_t index = 0; index < num_panels; ++index)
+        multiply_few<encoding, tiles, epilogue>(args, args.weights->panel(panel + index), x, x_row_bytes, scratch,
+                                                totals + index * kFewRows * kPanelColumns, before);
+    }
     before.finish_all(args, scratch);
     before = {totals, 0, args.num_rows, panel, num_panels};
   }
