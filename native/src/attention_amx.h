@@ -46,17 +46,17 @@ GW_INLINE void fetch_lines(const std::byte* at, int64_t stride, int count) {
     operation(3);                      \
   }
 template <int number>
-GW_INLINE void clear_sums() {
+GW_INLINE void clear_tile() {
 #define GW_CLEAR(tile) _tile_zero(tile)
   GW_FOR_TILE(number, GW_CLEAR)
 }
 template <int number>
-GW_INLINE void load_sums(const float* at, int64_t row_bytes) {
+GW_INLINE void load_tile(const float* at, int64_t row_bytes) {
 #define GW_LOAD(tile) _tile_loadd(tile, at, row_bytes)
   GW_FOR_TILE(number, GW_LOAD)
 }
 template <int number>
-GW_INLINE void store_sums(float* at, int64_t row_bytes) {
+GW_INLINE void store_tile(float* at, int64_t row_bytes) {
 #define GW_STORE(tile) _tile_stored(tile, at, row_bytes)
   GW_FOR_TILE(number, GW_STORE)
 }
@@ -85,7 +85,7 @@ template <bool fetches, bool soon>
 static void score_group(const QueryTile<Compute::bf16>& group, const Piece& piece) {
   const int64_t query_bytes = group.head_size * 2;
   const auto* queries = reinterpret_cast<const std::byte*>(group.queries);
-  for_four([](auto panel) { clear_sums<panel>(); });
+  for_four([](auto panel) { clear_tile<panel>(); });
   for (int64_t d = 0; d < group.head_size; d += kBlockK) {
     const int64_t at = d * kKvPanel * 2;
     const bool is_whole = d + kBlockK <= group.head_size;
@@ -107,7 +107,7 @@ static void score_group(const QueryTile<Compute::bf16>& group, const Piece& piec
       if (fetches) fetch_lines<soon>(keys + at + piece.ahead[panel], 64, 16);
     });
   }
-  for_four([&](auto panel) { store_sums<panel>(group.scores + panel * kKvPanel, kScoreStride * 4); });
+  for_four([&](auto panel) { store_tile<panel>(group.scores + panel * kKvPanel, kScoreStride * 4); });
 }
 
 // Adds the weighted values of up to 64 dimensions, from `d` on, for a group of rows.
@@ -117,7 +117,7 @@ static void add_group(const QueryTile<Compute::bf16>& group, const Piece& piece,
   const int64_t count = (group.head_size - d) / kLanes;
   float* out = group.out + d;
   for_four([&](auto part) {
-    if (part < count) load_sums<part>(out + part * kLanes, out_bytes);
+    if (part < count) load_tile<part>(out + part * kLanes, out_bytes);
   });
   for (int panel = piece.begin; panel < piece.end; ++panel) {
     const std::byte* values = piece.values[panel] + d * 4;
@@ -130,7 +130,7 @@ static void add_group(const QueryTile<Compute::bf16>& group, const Piece& piece,
     });
   }
   for_four([&](auto part) {
-    if (part < count) store_sums<part>(out + part * kLanes, out_bytes);
+    if (part < count) store_tile<part>(out + part * kLanes, out_bytes);
   });
 }
 

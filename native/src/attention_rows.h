@@ -25,7 +25,7 @@ struct Scratch {
   template <typename T>
   T* take(int64_t count) {
     const int64_t at = used;
-    used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    used += rounded_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);
     return memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + at);
   }
 };

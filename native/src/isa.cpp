@@ -89,30 +89,51 @@ std::string why_no_amx() {
 sigjmp_buf illegal_instruction;
 void on_illegal_instruction(int) { siglongjmp(illegal_instruction, 1); }
 
+constexpr int64_t kInputs = 64, kOutputs = 32;
+
+float weight_at(int64_t output, int64_t k) { return static_cast<float>((k * 112 + output * 7 + k) % 9 - 4); }
+
+// The same small matrix in every way that a set may want it, packed once for all sets.
+class SmallMatrices {
+ public:
+  const Panels& wanted_by(const Kernels& kernels, Compute compute) const {
+    if (compute == Compute::f32) return float32_.panels();
+    return (kernels.bf16_order == PanelOrder::inputs_first ? inputs_first_ : outputs_first_).panels();
+  }
+
+ private:
+  static Matrix packed(Encoding encoding, PanelOrder order) {
+    Matrix matrix(encoding, order, kOutputs, kInputs);
+    for (int64_t output = 0; output < kOutputs; ++output) {
+      float row[kInputs];
+      for (int64_t k = 0; k < kInputs; ++k) row[k] = weight_at(output, k);
+      matrix.pack_row(output, Source::f32, reinterpret_cast<const uint8_t*>(row));
+    }
+    return matrix;
+  }
+
+  const Matrix float32_ = packed(Encoding::f32, PanelOrder::inputs_first);
+  const Matrix inputs_first_ = packed(Encoding::bf16, PanelOrder::inputs_first);
+  const Matrix outputs_first_ = packed(Encoding::bf16, PanelOrder::outputs_first);
+};
+
 // One small product with every compute type: [5, 64] by two panels. Sums in which every order of adding is exact, so
 // that avx512_bf16 can be compared too.
-bool multiplies_rightly(const Kernels& kernels) {
-  constexpr int64_t kRows = 5, kInputs = 64, kOutputs = 32, kBuffer = 32;
+bool multiplies_rightly(const Kernels& kernels, const SmallMatrices& matrices) {
+  constexpr int64_t kRows = 5, kBuffer = 32;
   alignas(64) static float values[kBuffer * kInputs], out[kBuffer * kOutputs];
   alignas(64) static std::byte activations[kBuffer * kInputs * sizeof(float)];
-  const auto weight = [](int64_t output, int64_t k) { return static_cast<float>((k * 112 + output * 7 + k) % 9 - 4); };
   for (int64_t i = 0; i < kRows * kInputs; ++i) values[i] = static_cast<float>((i * 5 + i / 8) % 7 - 3);
   std::vector<std::byte> scratch(static_cast<size_t>(kernels.matmul_scratch_bytes(kInputs)) + 64);
   const auto address = reinterpret_cast<uintptr_t>(scratch.data());
   for (Compute compute : {Compute::f32, Compute::bf16}) {
     const int64_t element = kernels.activation_bytes(compute);
-    const Encoding encoding = compute == Compute::bf16 ? Encoding::bf16 : Encoding::f32;
-    Matrix matrix(encoding, kernels.panel_order(compute), kOutputs, kInputs);
-    for (int64_t output = 0; output < kOutputs; ++output) {
-      float row[kInputs];
-      for (int64_t k = 0; k < kInputs; ++k) row[k] = weight(output, k);
-      matrix.pack_row(output, Source::f32, reinterpret_cast<const uint8_t*>(row));
-    }
     const uint32_t state = kernels.enter();
     for (int64_t row = 0; row < kRows; ++row)
       kernels.to_activations(values + row * kInputs, kInputs, compute, activations + row * kInputs * element);
     MatmulArgs args;
-    args.x = activations, args.x_stride = kInputs, args.num_rows = kRows, args.weights = &matrix.panels();
+    args.x = activations, args.x_stride = kInputs, args.num_rows = kRows,
+    args.weights = &matrices.wanted_by(kernels, compute);
     args.last_panel = 2, args.compute = compute, args.out = out, args.out_stride = kOutputs;
     args.scratch = scratch.data() + (64 - address % 64) % 64;
     kernels.matmul(args);
@@ -120,7 +141,7 @@ bool multiplies_rightly(const Kernels& kernels) {
     for (int64_t row = 0; row < kRows; ++row)
       for (int64_t column = 0; column < kOutputs; ++column) {
         float wanted = 0;
-        for (int64_t k = 0; k < kInputs; ++k) wanted += values[row * kInputs + k] * weight(column, k);
+        for (int64_t k = 0; k < kInputs; ++k) wanted += values[row * kInputs + k] * weight_at(column, k);
         if (out[row * kOutputs + column] != wanted) return false;
       }
   }
@@ -128,14 +149,14 @@ bool multiplies_rightly(const Kernels& kernels) {
 }
 
 // Virtual machines have been seen to announce instructions that they do not run, so seeing is believing.
-std::string why_it_fails(const Kernels& kernels) {
+std::string why_it_fails(const Kernels& kernels, const SmallMatrices& matrices) {
   struct sigaction guard = {}, before = {};
   guard.sa_handler = on_illegal_instruction;
   sigaction(SIGILL, &guard, &before);
   std::string reason;
   if (sigsetjmp(illegal_instruction, 1)) {
     reason = "an instruction that the processor announces is illegal when run";
-  } else if (!multiplies_rightly(kernels)) {
+  } else if (!multiplies_rightly(kernels, matrices)) {
     reason = "a small product came out wrong";
   }
   sigaction(SIGILL, &before, nullptr);
@@ -150,8 +171,9 @@ std::vector<SetState> find_sets() {
   sets.push_back({&kernels_avx512_bf16, why_no_avx512_bf16()});
   sets.push_back({&kernels_amx, why_no_amx()});
 #endif
+  const SmallMatrices matrices;
   for (SetState& set : sets)
-    if (set.why_not.empty()) set.why_not = why_it_fails(*set.kernels);
+    if (set.why_not.empty()) set.why_not = why_it_fails(*set.kernels, matrices);
   return sets;
 }
 

@@ -138,11 +138,10 @@ static void multiply_few(const MatmulArgs& args, const std::byte* data, const ui
   }
   multiply_all(num_blocks - 1);
   constexpr int64_t kTile = kTileHeight * kPanelColumns;
-  const int64_t row_bytes = args.num_rows == 1 ? 4 : 64;
-  _tile_stored(0, totals, row_bytes);
-  if constexpr (tiles > 1) _tile_stored(1, totals + kTile, row_bytes);
-  if constexpr (tiles > 2) _tile_stored(2, totals + 2 * kTile, row_bytes);
-  if constexpr (tiles > 3) _tile_stored(3, totals + 3 * kTile, row_bytes);
+  _tile_stored(0, totals, x_row_bytes);  // sums lie as activations do: a single row side by side
+  if constexpr (tiles > 1) _tile_stored(1, totals + kTile, x_row_bytes);
+  if constexpr (tiles > 2) _tile_stored(2, totals + 2 * kTile, x_row_bytes);
+  if constexpr (tiles > 3) _tile_stored(3, totals + 3 * kTile, x_row_bytes);
 }
 
 // Two panels that need no decoding by one tile of rows: one core reads two streams faster than one.
@@ -158,7 +157,7 @@ static void multiply_stored(const uint16_t* first, const uint16_t* second, int64
     _tile_loadd(7, second + block * kTileWords, 64);
     _tile_dpbf16ps(1, 7, 4);
   }
-  _tile_stored(0, totals, x_row_bytes);  // sums have as many columns as activations
+  _tile_stored(0, totals, x_row_bytes);
   _tile_stored(1, totals + kFewRows * kPanelColumns, x_row_bytes);
 }
 

@@ -28,36 +28,33 @@ void check_vector(const Floats& values, int64_t size, bool may_lack, const char*
               std::to_string(size));
 }
 
-void check_orders(const ModelWeights& weights, const Kernels& kernels, Compute compute) {
-  check_order(weights.embedding->panels(), kernels, compute);
-  check_order(weights.head->panels(), kernels, compute);
-  for (const LayerWeights& layer : weights.layers)
-    for (const SharedMatrix& matrix : layer.matrices()) check_order(matrix->panels(), kernels, compute);
-}
-
-void check_weights(const ModelShape& shape, const ModelWeights& weights) {
+void check_weights(const ModelShape& shape, const ModelWeights& weights, const Kernels& kernels) {
+  const auto check = [&](const SharedMatrix& matrix, int64_t num_outputs, int64_t num_inputs, const char* name) {
+    check_matrix(matrix, num_outputs, num_inputs, name);
+    check_order(matrix->panels(), kernels, shape.compute);
+  };
   check_heads(shape.num_heads, shape.num_kv_heads, shape.head_size);
   require(shape.intermediate_size > 0 && shape.intermediate_size % kPanelColumns == 0,
           "the intermediate size must be a multiple of 16");
   require(static_cast<int64_t>(weights.layers.size()) == shape.num_layers, "the number of layers differs");
-  check_matrix(weights.embedding, shape.vocab_size, shape.hidden_size, "embedding");
-  check_matrix(weights.head, shape.vocab_size, shape.hidden_size, "head");
+  check(weights.embedding, shape.vocab_size, shape.hidden_size, "embedding");
+  check(weights.head, shape.vocab_size, shape.hidden_size, "head");
   check_vector(weights.final_norm, shape.hidden_size, false, "final norm");
   for (const LayerWeights& layer : weights.layers) {
     check_vector(layer.input_norm, shape.hidden_size, false, "input norm");
     check_vector(layer.post_norm, shape.hidden_size, false, "post norm");
-    check_matrix(layer.query, shape.query_columns(), shape.hidden_size, "query projection");
-    check_matrix(layer.key, shape.key_columns(), shape.hidden_size, "key projection");
-    check_matrix(layer.value, shape.key_columns(), shape.hidden_size, "value projection");
+    check(layer.query, shape.query_columns(), shape.hidden_size, "query projection");
+    check(layer.key, shape.key_columns(), shape.hidden_size, "key projection");
+    check(layer.value, shape.key_columns(), shape.hidden_size, "value projection");
     check_vector(layer.query_bias, shape.query_columns(), true, "query bias");
     check_vector(layer.key_bias, shape.key_columns(), true, "key bias");
     check_vector(layer.value_bias, shape.key_columns(), true, "value bias");
     check_vector(layer.query_norm, shape.head_size, true, "query norm");
     check_vector(layer.key_norm, shape.head_size, true, "key norm");
-    check_matrix(layer.output, shape.hidden_size, shape.query_columns(), "output projection");
+    check(layer.output, shape.hidden_size, shape.query_columns(), "output projection");
     check_vector(layer.output_bias, shape.hidden_size, true, "output bias");
-    check_matrix(layer.gate_up, 2 * shape.intermediate_size, shape.hidden_size, "gate and up projection");
-    check_matrix(layer.down, shape.hidden_size, shape.intermediate_size, "down projection");
+    check(layer.gate_up, 2 * shape.intermediate_size, shape.hidden_size, "gate and up projection");
+    check(layer.down, shape.hidden_size, shape.intermediate_size, "down projection");
   }
 }
 
@@ -71,8 +68,7 @@ Model::Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine,
       cosine_(std::move(cosine)),
       sine_(std::move(sine)),
       kernels_(kernels) {
-  check_weights(shape_, weights_);
-  check_orders(weights_, kernels_, shape_.compute);
+  check_weights(shape_, weights_, kernels_);
   // Read by whole panels: what lies beyond the outputs is added to columns that nobody reads.
   for (LayerWeights& layer : weights_.layers)
     if (!layer.output_bias.empty())

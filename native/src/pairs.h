@@ -1,10 +1,10 @@
 // Weights as pairs of bfloat16, for sets whose instructions multiply such pairs: a panel block becomes [16 pairs of
-// inputs][16 columns][2]. Included by kernels_avx512_bf16.cpp and kernels_amx.cpp only.
+// inputs][16 columns][2]. Included by kernels_avx512_bf16.cpp only.
 #pragma once
 
 #include "decode.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 namespace giveway::GW_SET {
 
