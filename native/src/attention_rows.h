@@ -42,7 +42,7 @@ static QueryTile<compute> lay_out(Scratch& scratch, int64_t num_tokens, int64_t 
   tile.scores = scratch.take<float>(num_rows * kScoreStride);
   tile.weights = scratch.take<Operand<compute>>(num_rows * kScoreStride);
   tile.out = scratch.take<float>(num_rows * tile.out_stride());
-  tile.largest = scratch.take<float>(tile.num_rows);
+  tile.largest = scratch.take<float>(tile.num_rows + kLanes);
   tile.sums = scratch.take<float>(tile.num_rows * kLanes);
   return tile;
 }
@@ -75,57 +75,82 @@ GW_INLINE v16 seen_lanes(int64_t first, int64_t last, int panel, v16 values, v16
   return first_lanes(within(first), others, first_lanes(within(last), values, others));
 }
 
-// Weights of values, as the product takes them.
+// Weights of values of two panels, as the product takes them.
 template <Compute compute>
-GW_INLINE void store_weights(Operand<compute>* at, v16 weights) {
+GW_INLINE void store_weights(Operand<compute>* at, v16 first, v16 second) {
   if constexpr (std::is_same_v<Operand<compute>, uint16_t>) {
-    store_rounded(at, weights);
+    store_rounded(at, first, second);
   } else {
-    store(at, compute == Compute::bf16 ? round_bf16(weights) : weights);
+    store(at, compute == Compute::bf16 ? round_bf16(first) : first);
+    store(at + kLanes, compute == Compute::bf16 ? round_bf16(second) : second);
   }
 }
 
-// Turns a row's scores of a piece into the weights of its values and corrects what the row has gathered. Positions of
-// the piece that the row sees: [first, last).
-template <Compute compute>
-static void weigh_row(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t row, int64_t first,
-                      int64_t last) {
-  const float* scores = tile.scores + row * kScoreStride;
-  const bool sees_all = first <= 0 && last >= kPieceTokens;
-  v16 piece[kPiecePanels];
-  v16 largest = broadcast(kUnseen);
-  for (int panel = 0; panel < kPiecePanels; ++panel) {
-    v16 score = load(scores + panel * kLanes);
-    if (args.soft_cap > 0.0f) score = capped(mul(score, broadcast(args.scale)), broadcast(args.soft_cap));
-    if (!sees_all) score = seen_lanes(first, last, panel, score, broadcast(kUnseen));
-    largest = max(largest, score);
-    piece[panel] = score;
+// Turns scores of a piece into weights of its values and corrects what the rows have gathered: `count` rows, up to
+// sixteen, from `begin` on. Together, because a row by itself would wait for its largest score. sees_all: every row
+// sees every position of the piece.
+template <Compute compute, bool sees_all>
+static void weigh_sixteen(const QueryTile<compute>& tile, const AttentionArgs& args, const Piece& piece, int64_t begin,
+                          int64_t count) {
+  const auto with_seen = [&](int64_t row, int panel, v16 values, float others) {
+    const int64_t last = tile.position(row) - piece.start + 1;
+    return seen_lanes(args.window > 0 ? last - args.window : 0, last, panel, values, broadcast(others));
+  };
+  v16 largest_lanes[kLanes];
+  for (int64_t index = 0; index < count; ++index) {
+    float* scores = tile.scores + (begin + index) * kScoreStride;
+    v16 largest = broadcast(kUnseen);
+#pragma GCC unroll 4
+    for (int panel = 0; panel < kPiecePanels; ++panel) {
+      v16 score = load(scores + panel * kLanes);
+      if (args.soft_cap > 0.0f) score = capped(mul(score, broadcast(args.scale)), broadcast(args.soft_cap));
+      if (!sees_all) score = with_seen(begin + index, panel, score, kUnseen);
+      if (!sees_all || args.soft_cap > 0.0f) store(scores + panel * kLanes, score);
+      largest = max(largest, score);
+    }
+    largest_lanes[index] = largest;
   }
+  for (int64_t index = count; index < kLanes; ++index) largest_lanes[index] = broadcast(kUnseen);
   // Weights are powers of 2, not of e; the largest score is taken away first, so that its weight is exactly 1.
-  const v16 exponent = broadcast((args.soft_cap > 0.0f ? 1.0f : args.scale) * 1.44269504f);
-  const float before = tile.largest[row], of_piece = largest_lane(largest);
-  const v16 now = broadcast(of_piece > before ? of_piece : before);
-  v16 sums = load(tile.sums + row * kLanes);
-  if (of_piece > before) {
-    const v16 correction = exp2_of_nonpositive(mul(sub(broadcast(before), now), exponent));
-    tile.largest[row] = of_piece;
-    sums = mul(sums, correction);
-    float* out = tile.out + row * tile.out_stride();
-    for (int64_t d = 0; d < tile.head_size; d += kLanes) store(out + d, mul(load(out + d), correction));
+  constexpr int kTerms = compute == Compute::bf16 ? 3 : 5;  // weights that are rounded to 8 bits need no more
+  const float scale = (args.soft_cap > 0.0f ? 1.0f : args.scale) * 1.44269504f;
+  const v16 exponent = broadcast(scale), least = broadcast(kLeastPower / scale);
+  const v16 before = load(tile.largest + begin), now = max(largest_of_sixteen(largest_lanes), before);
+  if (uint32_t rows = greater(now, before); rows != 0) {
+    float corrections[kLanes];
+    store(corrections, power_of_2<kTerms>(sub(before, now), exponent, least));
+    store(tile.largest + begin, now);
+    for (; rows != 0; rows &= rows - 1) {
+      const int index = __builtin_ctz(rows);
+      const v16 correction = broadcast(corrections[index]);
+      float* sums = tile.sums + (begin + index) * kLanes;
+      store(sums, mul(load(sums), correction));
+      float* out = tile.out + (begin + index) * tile.out_stride();
+      for (int64_t d = 0; d < tile.head_size; d += kLanes) store(out + d, mul(load(out + d), correction));
+    }
   }
-  for (int panel = 0; panel < kPiecePanels; ++panel) {
-    v16 weight = exp2_of_nonpositive(mul(sub(piece[panel], now), exponent));
-    if (!sees_all) weight = seen_lanes(first, last, panel, weight, zero());
-    sums = add(sums, weight);
-    store_weights<compute>(tile.weights + row * kScoreStride + panel * kLanes, weight);
+  for (int64_t row = begin; row < begin + count; ++row) {
+    const float* scores = tile.scores + row * kScoreStride;
+    const v16 largest = broadcast(tile.largest[row]);
+    v16 sums = load(tile.sums + row * kLanes);
+    const auto weight_of = [&](int panel) {
+      const v16 weight = power_of_2<kTerms>(sub(load(scores + panel * kLanes), largest), exponent, least);
+      return sees_all ? weight : with_seen(row, panel, weight, 0.0f);
+    };
+#pragma GCC unroll 2
+    for (int panel = 0; panel < kPiecePanels; panel += 2) {
+      const v16 first = weight_of(panel), second = weight_of(panel + 1);
+      sums = add(add(sums, first), second);
+      store_weights<compute>(tile.weights + row * kScoreStride + panel * kLanes, first, second);
+    }
+    store(tile.sums + row * kLanes, sums);
   }
-  store(tile.sums + row * kLanes, sums);
 }
 
 // Start of a head's keys of the panel that holds a position; its values lie half_bytes() further.
-static const std::byte* panel_at(const AttentionArgs& args, int64_t kv_head, int64_t position) {
+static const std::byte* panel_at(const AttentionArgs& args, const int32_t* table, int64_t kv_head, int64_t position) {
   const KvLayout& layout = args.layout;
-  const int64_t block = args.table[position / layout.block_size];
+  const int64_t block = table[position / layout.block_size];
 #if defined(GIVEWAY_CHECK_BLOCKS)
   if (block < 0 || block >= args.num_pool_blocks) {
     std::fprintf(stderr, "attention: block id %lld of position %lld is not within a pool of %lld blocks\n",
@@ -160,12 +185,15 @@ static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& arg
     if (rows.begin == rows.end) continue;
     if (piece.end == 0) piece.begin = panel;
     piece.end = panel + 1;
-    piece.keys[panel] = panel_at(args, tile.kv_head, first);
+    piece.keys[panel] = panel_at(args, args.table, tile.kv_head, first);
     piece.values[panel] = piece.keys[panel] + args.layout.half_bytes();
     if (tile.kv_head + 1 < args.kv_head + args.num_kv_heads) {
       piece.ahead[panel] = 2 * args.layout.half_bytes();
     } else if (first + kPieceTokens <= last) {
-      piece.ahead[panel] = panel_at(args, args.kv_head, first + kPieceTokens) - piece.keys[panel];
+      piece.ahead[panel] = panel_at(args, args.table, args.kv_head, first + kPieceTokens) - piece.keys[panel];
+    } else if (const int64_t next = args.next.first + panel * kKvPanel;
+               args.next.table != nullptr && piece.start + kPieceTokens > last && next <= args.next.last) {
+      piece.ahead[panel] = panel_at(args, args.next.table, args.next.kv_head, next) - piece.keys[panel];
     }
   }
   return piece;
@@ -173,11 +201,18 @@ static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& arg
 
 // Weighs the positions of a piece for rows [begin, end) of the tile.
 template <Compute compute>
-GW_INLINE void weigh_rows(const QueryTile<compute>& tile, const AttentionArgs& args, const Piece& piece, int64_t begin,
-                          int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t position = tile.position(row) - piece.start;
-    weigh_row(tile, args, row, args.window > 0 ? position - args.window + 1 : 0, position + 1);
+static void weigh_rows(const QueryTile<compute>& tile, const AttentionArgs& args, const Piece& piece, int64_t begin,
+                       int64_t end) {
+  for (; begin < end; begin += kLanes) {
+    const int64_t count = std::min<int64_t>(end - begin, kLanes);
+    const int64_t last = piece.start + kPieceTokens - 1;
+    const bool sees_all = tile.position(begin) >= last &&
+                          (args.window == 0 || tile.position(begin + count - 1) - args.window < piece.start);
+    if (sees_all) {
+      weigh_sixteen<compute, true>(tile, args, piece, begin, count);
+    } else {
+      weigh_sixteen<compute, false>(tile, args, piece, begin, count);
+    }
   }
 }
 

@@ -83,24 +83,25 @@ static void embed(const Panels& table, int64_t token, float* out) {
   });
 }
 
-// Norm (if there is one) and rotation of one head. Both arrays have kLanes floats of room after the head: half a head
-// may end within a vector.
+// Norm (if there is one) and rotation of one head. Half a head may end within a vector: up to kLanes floats after the
+// head are read, which a row has (values follow keys), and as many are overwritten after `turned`.
 static void turn_head(const RotateArgs& args, const float* head, const float* norm, float* turned) {
   const int64_t size = args.layout.head_size, half = size / 2;
-  float normed[kLargestHead + kLanes] = {};
-  std::memcpy(normed, head, static_cast<size_t>(size) * sizeof(float));
+  float normed[kLargestHead + kLanes];
   if (norm != nullptr) {
     const v16 inverse = broadcast(inverse_root_mean_square(head, size, args.norm_eps));
     for (int64_t i = 0; i < size; i += kLanes) store(normed + i, mul(mul(load(head + i), inverse), load(norm + i)));
+    store(normed + size, zero());
+    head = normed;
   }
   // All of the first half before the second: what a vector holds beyond its half is overwritten, or is after the head.
   for (int64_t i = 0; i < half; i += kLanes) {
     const v16 cosine = load_up_to(args.cosine + i, half - i), sine = load_up_to(args.sine + i, half - i);
-    store(turned + i, fma(load(normed + i), cosine, mul(load(normed + half + i), sub(zero(), sine))));
+    store(turned + i, fma(load(head + i), cosine, mul(load(head + half + i), sub(zero(), sine))));
   }
   for (int64_t i = 0; i < half; i += kLanes) {
     const v16 cosine = load_up_to(args.cosine + i, half - i), sine = load_up_to(args.sine + i, half - i);
-    store(turned + half + i, fma(load(normed + half + i), cosine, mul(load(normed + i), sine)));
+    store(turned + half + i, fma(load(head + half + i), cosine, mul(load(head + i), sine)));
   }
 }
 
@@ -126,26 +127,48 @@ static void write_key(const RotateArgs& args, int64_t kv_head, const float* key)
   }
 }
 
-// Writes one position of a panel of values; null: zeros.
 static void write_value(const RotateArgs& args, std::byte* panel, int64_t position, const float* value) {
   const int64_t size = args.layout.head_size;
-  const bool is_f32 = args.layout.compute == Compute::f32;
   float* row = reinterpret_cast<float*>(panel) + position * size;
   uint16_t* pairs = reinterpret_cast<uint16_t*>(panel) + position / 2 * 2 * size + position % 2;
   for (int64_t i = 0; i < size; i += kLanes) {
-    const v16 elements = value == nullptr ? zero() : load(value + i);
-    if (is_f32) {
-      store(row + i, elements);
-      continue;
+    if (args.layout.compute == Compute::f32) {
+      store(row + i, load(value + i));
+    } else {  // not computed here, so that some may be denormal; the pair's other position may be another thread's
+      store_every_second(pairs + 2 * i, round_bf16(load(value + i)));
     }
-    uint16_t rounded[kLanes];
-    store_bf16(rounded, round_bf16(elements));  // not computed here, so that some may be denormal
-    for (int64_t d = 0; d < kLanes; ++d) pairs[2 * (i + d)] = rounded[d];
+  }
+}
+
+// Zeros for the positions of a panel of values after this one.
+static void clear_later_values(const KvLayout& layout, std::byte* panel, int64_t position) {
+  const int64_t size = layout.head_size;
+  const bool is_bf16 = layout.compute == Compute::bf16;
+  if (is_bf16 && position % 2 == 0)
+    for (int64_t i = 0; i < size; i += kLanes)
+      store_every_second(reinterpret_cast<uint16_t*>(panel) + position * size + 2 * i + 1, zero());
+  const int64_t next = is_bf16 ? rounded_up(position + 1, 2) : position + 1;
+  const int64_t bytes = size * layout.element_bytes();  // of one position, in the mean of a pair
+  std::memset(panel + next * bytes, 0, static_cast<size_t>((kKvPanel - next) * bytes));
+}
+
+// Asks for the memory that the next row's keys and values go to: some hundred lines, which are scattered all over the
+// pool when every row is another request's.
+static void fetch_next(const RotateArgs& args) {
+  const KvLayout& layout = args.layout;
+  const int64_t pair_bytes = 2 * layout.head_size * layout.element_bytes();
+  std::byte* panel = args.pool + args.next_block * layout.block_bytes() + layout.key_offset(args.layer, 0) +
+                     args.next_offset / kKvPanel * layout.panel_bytes();
+  for (int64_t head = 0; head < layout.num_kv_heads; ++head, panel += 2 * layout.half_bytes()) {
+    for (int64_t at = 0; at < layout.panel_bytes(); at += 64) __builtin_prefetch(panel + at, 1);
+    std::byte* values = panel + layout.half_bytes() + args.next_offset % kKvPanel / 2 * pair_bytes;
+    for (int64_t at = 0; at < pair_bytes; at += 64) __builtin_prefetch(values + at, 1);
   }
 }
 
 static void rotate(const RotateArgs& args) {
   const KvLayout& layout = args.layout;
+  if (args.next_block >= 0) fetch_next(args);
   const int64_t size = layout.head_size;
   alignas(64) float turned[kLargestHead + kLanes];
   for (int64_t head = 0; head < args.num_heads; ++head) {
@@ -163,8 +186,7 @@ static void rotate(const RotateArgs& args) {
     const int64_t position = args.offset % kKvPanel;
     write_value(args, panel, position, values + head * size);
     // Attention multiplies whole panels, by zero where a position is not seen, and zero times stale memory may be NaN.
-    for (int64_t later = position + 1; args.clears_rest && later < kKvPanel; ++later)
-      write_value(args, panel, later, nullptr);
+    if (args.clears_rest) clear_later_values(layout, panel, position);
   }
 }
 

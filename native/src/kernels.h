@@ -50,6 +50,13 @@ constexpr int64_t heads_together(int64_t num_rows, int64_t group_size, int64_t n
   return num_rows * group_size <= kFewQueryRows ? equal_part(num_kv_heads, kMostHeadsTogether) : 1;
 }
 
+// What is read first by the attention after this one: its first piece of KV is asked for while this one ends.
+struct NextKv {
+  const int32_t* table = nullptr;  // null: nobody knows
+  int64_t kv_head = 0;
+  int64_t first = 0, last = 0;  // positions: the first, a multiple of kPieceTokens, to the last of all
+};
+
 struct AttentionArgs {
   const void* queries = nullptr;  // activations [rows][query_stride]: rotated heads of head_size, one after another
   int64_t query_stride = 0;
@@ -64,11 +71,12 @@ struct AttentionArgs {
   KvLayout layout;
   int64_t layer = 0;
   int64_t kv_head = 0;
-  int64_t num_kv_heads = 1;      // from kv_head on; more than one only as heads_together() says
-  int64_t group_size = 1;        // query heads of a KV head: kv_head * group_size and the following
-  float scale = 1.0f;            // of the scores
-  int64_t window = 0;            // a query sees this many positions, itself included; 0: all
-  float soft_cap = 0.0f;         // scores become soft_cap * tanh(score / soft_cap); 0: they do not
+  int64_t num_kv_heads = 1;  // from kv_head on; more than one only as heads_together() says
+  int64_t group_size = 1;    // query heads of a KV head: kv_head * group_size and the following
+  float scale = 1.0f;        // of the scores
+  int64_t window = 0;        // a query sees this many positions, itself included; 0: all
+  float soft_cap = 0.0f;     // scores become soft_cap * tanh(score / soft_cap); 0: they do not
+  NextKv next;
   std::byte* scratch = nullptr;  // attention_scratch_bytes, 64-byte aligned
 };
 
@@ -88,6 +96,8 @@ struct RotateArgs {
   int64_t block = 0;  // block id and offset of this row's position
   int64_t offset = 0;
   bool clears_rest = false;  // the last row of its chunk: V of the later positions of its panel becomes zero
+  int64_t next_block = -1;   // those of the row after this one, to be asked for; -1: they lie near this row's
+  int64_t next_offset = 0;
 };
 
 struct Kernels {

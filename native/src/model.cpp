@@ -12,7 +12,9 @@
 namespace giveway {
 namespace {
 
-constexpr int64_t kStagesOfLayer = 8;
+constexpr int64_t kStagesOfLayer = 8;  // at most
+// Rows for each thread from which on threads share rows, not weights; and that one takes at a time, at most.
+constexpr int64_t kManyRows = 128, kMostRows = 384;
 
 void check_matrix(const SharedMatrix& matrix, int64_t num_outputs, int64_t num_inputs, const char* name) {
   require(matrix != nullptr, std::string(name) + " is missing");
@@ -57,6 +59,37 @@ void check_weights(const ModelShape& shape, const ModelWeights& weights, const K
     check(layer.down, shape.hidden_size, shape.intermediate_size, "down projection");
   }
 }
+
+// Rows that a thread takes from one attention to the next, or 0 where there are too few.
+int64_t piece_rows(int64_t num_rows, int64_t num_threads, int64_t multiple) {
+  if (num_rows < kManyRows * num_threads) return 0;
+  const int64_t of_all = equal_part(num_rows, kMostRows * num_threads);  // that all threads take at a time
+  return rounded_up((of_all + num_threads - 1) / num_threads, multiple);
+}
+
+// Rows or panels, [first, last).
+struct Range {
+  int64_t first, last;
+};
+
+// Rows of a buffer by their number in the step.
+struct RowView {
+  const RowBuffer& buffer;
+  int64_t place_of_first;
+
+  std::byte* row(int64_t index) const { return buffer.row(place_of_first + index); }
+  float* floats(int64_t index) const { return reinterpret_cast<float*>(row(index)); }
+};
+
+// One product of a layer: which activations are multiplied with what, and where the result goes.
+struct Product {
+  const Matrix& matrix;
+  RowView x;
+  Epilogue epilogue;
+  RowView out;
+  const float* bias = nullptr;
+  int64_t first_column = 0;  // of the result, in a row of `out`
+};
 
 const float* data_or_null(const Floats& values) { return values.empty() ? nullptr : values.data(); }
 
@@ -126,21 +159,35 @@ void Model::make_scratch(int num_threads) {
   if (scratch_.size() < scratch_bytes_ * num_threads) scratch_ = AlignedBuffer(scratch_bytes_ * num_threads);
 }
 
-void Model::make_room(int64_t num_rows) {
-  if (num_rows <= capacity_) return;
-  const int64_t capacity = rounded_up(std::max(num_rows, 2 * capacity_), std::max<int64_t>(16, kernels_.row_multiple));
-  const auto floats = [&](int64_t columns) { return AlignedBuffer(capacity * rounded_up(columns, kPanelColumns) * 4); };
-  const auto activations = [&](int64_t columns) {
-    return AlignedBuffer(capacity * activation_stride(columns) * element_bytes());
+void Model::make_room(int64_t num_rows, int64_t num_passing_rows) {
+  const auto grown = [&](int64_t wanted, int64_t before) {
+    return rounded_up(std::max(wanted, 2 * before), std::max<int64_t>(16, kernels_.row_multiple));
   };
-  capacity_ = 0;  // until there is room in all of them: memory may run out on the way
-  hidden_ = floats(shape_.hidden_size);
-  normed_ = activations(shape_.hidden_size);
-  qkv_ = floats(shape_.qkv_columns());
-  queries_ = activations(shape_.query_columns());
-  attended_ = activations(shape_.query_columns());
-  inner_ = activations(shape_.intermediate_size);
-  capacity_ = capacity;
+  const auto make = [](int64_t capacity, int64_t stride, int64_t element_bytes) {
+    return RowBuffer{AlignedBuffer(capacity * stride * element_bytes), stride, stride * element_bytes};
+  };
+  const auto floats = [&](int64_t capacity, int64_t columns) {
+    return make(capacity, rounded_up(columns, kPanelColumns), sizeof(float));
+  };
+  const auto activations = [&](int64_t capacity, int64_t columns) {
+    return make(capacity, activation_stride(columns), kernels_.activation_bytes(shape_.compute));
+  };
+  if (num_rows > capacity_) {
+    const int64_t capacity = grown(num_rows, capacity_);
+    capacity_ = 0;  // until there is room in all of them: memory may run out on the way
+    hidden_ = floats(capacity, shape_.hidden_size);
+    queries_ = activations(capacity, shape_.query_columns());
+    attended_ = activations(capacity, shape_.query_columns());
+    capacity_ = capacity;
+  }
+  if (num_passing_rows > passing_capacity_) {
+    const int64_t capacity = grown(num_passing_rows, passing_capacity_);
+    passing_capacity_ = 0;
+    normed_ = activations(capacity, shape_.hidden_size);
+    qkv_ = floats(capacity, shape_.qkv_columns());
+    inner_ = activations(capacity, shape_.intermediate_size);
+    passing_capacity_ = capacity;
+  }
 }
 
 void Model::plan_attention(const Batch& batch, int num_threads) {
@@ -158,9 +205,15 @@ void Model::plan_attention(const Batch& batch, int num_threads) {
                           kv_head, std::min(together, shape_.num_kv_heads - kv_head)});
     }
   }
-  // The longest contexts first, so that no thread is left with a long one at the end.
+  // The longest contexts first, so that no thread is left with a long one at the end; dealt out to the threads' spans.
   std::stable_sort(tasks_.begin(), tasks_.end(),
                    [](const AttentionTask& a, const AttentionTask& b) { return a.start > b.start; });
+  const Spans spans(static_cast<int64_t>(tasks_.size()), num_threads);
+  dealt_tasks_.clear();
+  for (int64_t span = 0; span < spans.count; ++span)
+    for (auto index = static_cast<size_t>(span); index < tasks_.size(); index += static_cast<size_t>(spans.count))
+      dealt_tasks_.push_back(tasks_[index]);
+  std::swap(tasks_, dealt_tasks_);
 }
 
 // One thread's part of a step. Within a stage threads take pieces of work from a counter, which is safe because no
@@ -179,81 +232,143 @@ class Model::Worker {
 
   void run() {
     const uint32_t state = kernels_.enter();
-    embed();
-    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) run_layer(layer);
+    if (model_.piece_rows_ > 0) {
+      run_by_rows();
+    } else {
+      run_by_panels();
+    }
     kernels_.leave(state);
   }
 
  private:
-  // Calls work(first, last) for pieces of [0, total); returns when the whole stage is done, by whichever threads.
-  template <typename Work>
-  void share(int64_t total, int64_t granularity, Work work) {
-    next_stage().share(cut_for(member_.count, total, granularity), member_, work);
+  // Many rows: a thread takes some of them from one attention to the next, so that what it computes stays in its caches
+  // and threads meet twice a layer only. It decodes all weights by itself for that.
+  void run_by_rows() {
+    const Cut cut{batch_.num_rows, kernels_.row_multiple, model_.piece_rows_};
+    const auto share_rows = [&](auto work) {
+      next_stage().share(cut, member_, [&](int64_t first, int64_t last) {
+        passing_place_ = member_.index * model_.piece_rows_ - first;
+        work(Range{first, last});
+      });
+    };
+    share_rows([&](Range rows) {
+      embed(rows);
+      before_attention(0, rows);
+    });
+    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+      attend(layer);
+      share_rows([&](Range rows) {
+        after_attention(layer, rows);
+        if (layer + 1 < shape_.num_layers) before_attention(layer + 1, rows);
+      });
+    }
   }
 
+  void before_attention(int64_t index, Range rows) {
+    const LayerWeights& layer = model_.weights_.layers[static_cast<size_t>(index)];
+    normalize(layer.input_norm, rows);
+    project_qkv(layer, rows, {0, qkv_panels()}, false);
+    rotate(layer, index, rows);
+  }
+
+  void after_attention(int64_t index, Range rows) {
+    const LayerWeights& layer = model_.weights_.layers[static_cast<size_t>(index)];
+    multiply_all(of_output(layer), rows);
+    normalize(layer.post_norm, rows);
+    multiply_all(of_gate_up(layer), rows);
+    multiply_all(of_down(layer), rows);
+  }
+
+  // Few rows: reading and decoding weights takes most of the time, and threads share the weights of every product.
+  void run_by_panels() {
+    share_rows([&](Range rows) { embed(rows); });
+    for (int64_t index = 0; index < shape_.num_layers; ++index) {
+      const LayerWeights& layer = model_.weights_.layers[static_cast<size_t>(index)];
+      share_rows([&](Range rows) { normalize(layer.input_norm, rows); });
+      share_panels(qkv_panels(), Epilogue::store,
+                   [&](Range panels, bool same_x) { project_qkv(layer, all_rows(), panels, same_x); });
+      share_rows([&](Range rows) { rotate(layer, index, rows); });
+      attend(index);
+      share_product(of_output(layer));
+      share_rows([&](Range rows) { normalize(layer.post_norm, rows); });
+      share_product(of_gate_up(layer));
+      share_product(of_down(layer));
+    }
+  }
+
+  template <typename Work>
+  void share_rows(Work work) {
+    next_stage().share(cut_for(member_.count, batch_.num_rows, 1), member_,
+                       [&](int64_t first, int64_t last) { work(Range{first, last}); });
+  }
+
+  // Calls work(panels, same_x), all calls of which multiply the same rows.
+  template <typename Work>
+  void share_panels(int64_t num_panels, Epilogue epilogue, Work work) {
+    bool same_x = false;  // after the first piece
+    next_stage().share(cut_for(member_.count, num_panels, panels_together(batch_.num_rows, epilogue)), member_,
+                       [&](int64_t first, int64_t last) {
+                         work(Range{first, last}, same_x);
+                         same_x = true;
+                       });
+  }
+
+  void share_product(const Product& product) {
+    share_panels(product.matrix.panels().num_panels(), product.epilogue,
+                 [&](Range panels, bool same_x) { multiply(product, all_rows(), panels, same_x); });
+  }
+
+  Range all_rows() const { return {0, batch_.num_rows}; }
+  int64_t qkv_panels() const { return shape_.qkv_columns() / kPanelColumns; }
   WorkCounter& next_stage() { return model_.stages_[static_cast<size_t>(stage_++)]; }
 
-  void embed() {
-    share(batch_.num_rows, 1, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row)
-        kernels_.embed(model_.weights_.embedding->panels(), batch_.tokens[row], hidden_row(row));
-    });
+  RowView hidden() const { return {model_.hidden_, 0}; }
+  RowView queries() const { return {model_.queries_, 0}; }
+  RowView attended() const { return {model_.attended_, 0}; }
+  RowView normed() const { return {model_.normed_, passing_place_}; }
+  RowView qkv() const { return {model_.qkv_, passing_place_}; }
+  RowView inner() const { return {model_.inner_, passing_place_}; }
+
+  void embed(Range rows) {
+    for (int64_t row = rows.first; row < rows.last; ++row)
+      kernels_.embed(model_.weights_.embedding->panels(), batch_.tokens[row], hidden().floats(row));
   }
 
-  void run_layer(int64_t index) {
-    const LayerWeights& layer = model_.weights_.layers[static_cast<size_t>(index)];
-    const int64_t query_stride = activation_stride(shape_.query_columns());
-    normalize(layer.input_norm);
-    project_qkv(layer);
-    rotate(layer, index);
-    attend(index);
-    multiply(*layer.output, model_.attended_.data(), query_stride, Epilogue::add, model_.hidden_.data(),
-             model_.hidden_stride(), data_or_null(layer.output_bias));
-    normalize(layer.post_norm);
-    multiply(*layer.gate_up, model_.normed_.data(), model_.normed_stride(), Epilogue::gate, model_.inner_.data(),
-             activation_stride(shape_.intermediate_size), nullptr);
-    multiply(*layer.down, model_.inner_.data(), activation_stride(shape_.intermediate_size), Epilogue::add,
-             model_.hidden_.data(), model_.hidden_stride(), nullptr);
-  }
-
-  void normalize(const Floats& weight) {
-    share(batch_.num_rows, 1, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row)
-        kernels_.rms_norm(hidden_row(row), weight.data(), shape_.hidden_size, shape_.norm_eps, shape_.compute,
-                          activation_row(model_.normed_, row, model_.normed_stride()));
-    });
+  void normalize(const Floats& weight, Range rows) {
+    for (int64_t row = rows.first; row < rows.last; ++row)
+      kernels_.rms_norm(hidden().floats(row), weight.data(), shape_.hidden_size, shape_.norm_eps, shape_.compute,
+                        normed().row(row));
   }
 
   // Queries, keys and values are three matrices, because a file may store them in different encodings; their panels are
-  // shared out together.
-  void project_qkv(const LayerWeights& layer) {
+  // counted together.
+  void project_qkv(const LayerWeights& layer, Range rows, Range panels, bool same_x) {
     struct Part {
       const Matrix& matrix;
       const Floats& bias;
-      int64_t first_column;
     };
-    const Part parts[] = {{*layer.query, layer.query_bias, 0},
-                          {*layer.key, layer.key_bias, shape_.query_columns()},
-                          {*layer.value, layer.value_bias, shape_.query_columns() + shape_.key_columns()}};
-    const int64_t granularity = panels_together(batch_.num_rows, Epilogue::store);
-    bool same_x = false;  // after the first piece
-    share(shape_.qkv_columns() / kPanelColumns, granularity, [&](int64_t first, int64_t last) {
-      int64_t before = 0;
-      for (const Part& part : parts) {
-        const int64_t num_panels = part.matrix.panels().num_panels();
-        const int64_t begin = std::max(first - before, int64_t{0}), end = std::min(last - before, num_panels);
-        if (begin < end) {
-          multiply_panels(part.matrix, model_.normed_.data(), model_.normed_stride(), Epilogue::store,
-                          float_row(model_.qkv_, 0, qkv_stride()) + part.first_column, qkv_stride(),
-                          data_or_null(part.bias), begin, end, same_x);
-          same_x = true;
-        }
-        before += num_panels;
+    const Part parts[] = {
+        {*layer.query, layer.query_bias}, {*layer.key, layer.key_bias}, {*layer.value, layer.value_bias}};
+    int64_t before = 0;
+    for (const Part& part : parts) {
+      const int64_t num_panels = part.matrix.panels().num_panels();
+      const Range own{std::max(panels.first - before, int64_t{0}), std::min(panels.last - before, num_panels)};
+      if (own.first < own.last) {
+        multiply({part.matrix, normed(), Epilogue::store, qkv(), data_or_null(part.bias), before * kPanelColumns}, rows,
+                 own, same_x);
+        same_x = true;
       }
-    });
+      before += num_panels;
+    }
   }
 
-  void rotate(const LayerWeights& layer, int64_t index) {
+  Product of_output(const LayerWeights& layer) const {
+    return {*layer.output, attended(), Epilogue::add, hidden(), data_or_null(layer.output_bias)};
+  }
+  Product of_gate_up(const LayerWeights& layer) const { return {*layer.gate_up, normed(), Epilogue::gate, inner()}; }
+  Product of_down(const LayerWeights& layer) const { return {*layer.down, inner(), Epilogue::add, hidden()}; }
+
+  void rotate(const LayerWeights& layer, int64_t index, Range rows) {
     const int64_t half = shape_.head_size / 2;
     RotateArgs args;
     args.num_heads = shape_.num_heads;
@@ -263,26 +378,27 @@ class Model::Worker {
     args.pool = pool_.data;
     args.layout = layout_;
     args.layer = index;
-    share(batch_.num_rows, 1, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) {
-        const auto at = static_cast<size_t>(row);
-        args.qkv = float_row(model_.qkv_, row, qkv_stride());
-        args.cosine = model_.cosine_.data() + model_.row_position_[at] * half;
-        args.sine = model_.sine_.data() + model_.row_position_[at] * half;
-        args.queries = activation_row(model_.queries_, row, activation_stride(shape_.query_columns()));
-        args.block = model_.row_block_[at];
-        args.offset = model_.row_offset_[at];
-        args.clears_rest = model_.row_clears_rest_[at] != 0;
-        kernels_.rotate(args);
-      }
-    });
+    for (int64_t row = rows.first; row < rows.last; ++row) {
+      const auto at = static_cast<size_t>(row);
+      args.qkv = qkv().floats(row);
+      args.cosine = model_.cosine_.data() + model_.row_position_[at] * half;
+      args.sine = model_.sine_.data() + model_.row_position_[at] * half;
+      args.queries = queries().row(row);
+      args.block = model_.row_block_[at];
+      args.offset = model_.row_offset_[at];
+      args.clears_rest = model_.row_clears_rest_[at] != 0;
+      args.next_block = -1;
+      if (args.clears_rest && row + 1 < rows.last)  // the next row is another request's
+        args.next_block = model_.row_block_[at + 1], args.next_offset = model_.row_offset_[at + 1];
+      kernels_.rotate(args);
+    }
   }
 
   void attend(int64_t index) {
     AttentionArgs args;
-    args.queries = model_.queries_.data();
-    args.out = model_.attended_.data();
-    args.query_stride = args.out_stride = activation_stride(shape_.query_columns());
+    args.queries = queries().row(0);
+    args.out = attended().row(0);
+    args.query_stride = args.out_stride = model_.queries_.stride;
     args.num_pool_blocks = pool_.num_blocks;
     args.pool = pool_.data;
     args.layout = layout_;
@@ -292,8 +408,11 @@ class Model::Worker {
     args.window = shape_.window;
     args.soft_cap = shape_.soft_cap;
     args.scratch = scratch_;
-    next_stage().share({static_cast<int64_t>(model_.tasks_.size()), 1, 1}, kOneOrder, [&](int64_t number, int64_t) {
-      const AttentionTask& task = model_.tasks_[static_cast<size_t>(number)];
+    const std::vector<AttentionTask>& tasks = model_.tasks_;
+    next_stage().share({static_cast<int64_t>(tasks.size()), 1, 1}, member_, [&](int64_t number, int64_t last) {
+      const AttentionTask& task = tasks[static_cast<size_t>(number)];
+      args.next = {};
+      if (last < static_cast<int64_t>(tasks.size())) args.next = first_kv(tasks[static_cast<size_t>(last)]);
       args.first_row = task.first_row;
       args.num_rows = task.num_rows;
       args.start = task.start;
@@ -304,42 +423,34 @@ class Model::Worker {
     });
   }
 
-  void multiply(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, std::byte* out,
-                int64_t out_stride, const float* bias) {
-    bool same_x = false;  // after the first piece
-    share(matrix.panels().num_panels(), panels_together(batch_.num_rows, epilogue), [&](int64_t first, int64_t last) {
-      multiply_panels(matrix, x, x_stride, epilogue, out, out_stride, bias, first, last, same_x);
-      same_x = true;
-    });
+  NextKv first_kv(const AttentionTask& task) const {
+    const int64_t earliest = shape_.window > 0 ? std::max(task.start - shape_.window + 1, int64_t{0}) : 0;
+    return {batch_.sequences[static_cast<size_t>(task.sequence)].table, task.kv_head,
+            earliest / kPieceTokens * kPieceTokens, task.start + task.num_rows - 1};
   }
 
-  void multiply_panels(const Matrix& matrix, const std::byte* x, int64_t x_stride, Epilogue epilogue, void* out,
-                       int64_t out_stride, const float* bias, int64_t first, int64_t last, bool same_x) {
+  void multiply_all(const Product& product, Range rows) {
+    multiply(product, rows, {0, product.matrix.panels().num_panels()}, false);
+  }
+
+  void multiply(const Product& product, Range rows, Range panels, bool same_x) {
+    const int64_t element_bytes = product.out.buffer.row_bytes / product.out.buffer.stride;
     MatmulArgs args;
-    args.x = x;
-    args.x_stride = x_stride;
-    args.num_rows = batch_.num_rows;
-    args.weights = &matrix.panels();
-    args.first_panel = first;
-    args.last_panel = last;
+    args.x = product.x.row(rows.first);
+    args.x_stride = product.x.buffer.stride;
+    args.num_rows = rows.last - rows.first;
+    args.weights = &product.matrix.panels();
+    args.first_panel = panels.first;
+    args.last_panel = panels.last;
     args.compute = shape_.compute;
-    args.epilogue = epilogue;
+    args.epilogue = product.epilogue;
     args.gate = shape_.gate;
-    args.bias = bias;
-    args.out = out;
-    args.out_stride = out_stride;
+    args.bias = product.bias;
+    args.out = product.out.row(rows.first) + product.first_column * element_bytes;
+    args.out_stride = product.out.buffer.stride;
     args.scratch = scratch_;
     args.same_x = same_x;
     kernels_.matmul(args);
-  }
-
-  int64_t qkv_stride() const { return rounded_up(shape_.qkv_columns(), kPanelColumns); }
-  float* float_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const {
-    return reinterpret_cast<float*>(buffer.data()) + row * stride;
-  }
-  float* hidden_row(int64_t row) const { return float_row(model_.hidden_, row, model_.hidden_stride()); }
-  std::byte* activation_row(const AlignedBuffer& buffer, int64_t row, int64_t stride) const {
-    return buffer.data() + row * stride * model_.element_bytes();
   }
 
   Model& model_;
@@ -351,6 +462,8 @@ class Model::Worker {
   std::byte* const scratch_;
   const KvLayout layout_;
   int64_t stage_ = 0;
+  int64_t passing_place_ =
+      0;  // of the step's first row in the buffers of rows that pass by: of others, before their begin
 };
 
 void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
@@ -358,7 +471,8 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
   if (batch.num_rows == 0) return;
   num_rows_ = 0;  // what the last step left is gone from here on
   make_scratch(num_threads);
-  make_room(batch.num_rows);
+  piece_rows_ = piece_rows(batch.num_rows, num_threads, kernels_.row_multiple);
+  make_room(batch.num_rows, piece_rows_ > 0 ? piece_rows_ * num_threads : batch.num_rows);
   plan_attention(batch, num_threads);
   const auto num_rows = static_cast<size_t>(batch.num_rows);
   row_block_.resize(num_rows), row_offset_.resize(num_rows), row_position_.resize(num_rows),
@@ -386,8 +500,8 @@ void Model::logits(const std::vector<int64_t>& rows, float* out, int num_threads
                               " of the last step");
   make_scratch(num_threads);
   const auto num_rows = static_cast<int64_t>(rows.size());
-  for (int64_t first = 0; first < num_rows; first += capacity_)  // a row may be asked for more than once
-    multiply_head(rows.data() + first, std::min(capacity_, num_rows - first), out + first * logits_stride(),
+  for (int64_t first = 0; first < num_rows; first += passing_capacity_)
+    multiply_head(rows.data() + first, std::min(passing_capacity_, num_rows - first), out + first * logits_stride(),
                   num_threads);
 }
 
@@ -397,16 +511,15 @@ void Model::multiply_head(const int64_t* rows, int64_t num_rows, float* out, int
 #pragma omp parallel num_threads(num_threads)
   {
     const uint32_t state = kernels_.enter();
-    const float* hidden = reinterpret_cast<const float*>(hidden_.data());
     const Member member = this_member();
     norms.share(cut_for(member.count, num_rows, 1), member, [&](int64_t first, int64_t last) {
       for (int64_t index = first; index < last; ++index)
-        kernels_.rms_norm(hidden + rows[index] * hidden_stride(), weights_.final_norm.data(), shape_.hidden_size,
-                          shape_.norm_eps, shape_.compute, normed_.data() + index * normed_stride() * element_bytes());
+        kernels_.rms_norm(reinterpret_cast<const float*>(hidden_.row(rows[index])), weights_.final_norm.data(),
+                          shape_.hidden_size, shape_.norm_eps, shape_.compute, normed_.row(index));
     });
     MatmulArgs args;
-    args.x = normed_.data();
-    args.x_stride = normed_stride();
+    args.x = normed_.row(0);
+    args.x_stride = normed_.stride;
     args.num_rows = num_rows;
     args.weights = &head;
     args.compute = shape_.compute;

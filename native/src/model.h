@@ -76,6 +76,15 @@ struct Batch {
   std::vector<Sequence> sequences;  // they cover the rows in order
 };
 
+// Rows of float32 or of activations.
+struct RowBuffer {
+  AlignedBuffer memory;
+  int64_t stride = 0;  // elements
+  int64_t row_bytes = 0;
+
+  std::byte* row(int64_t index) const { return memory.data() + index * row_bytes; }
+};
+
 class Model {
  public:
   // cosine, sine: [num_positions][head_size / 2]. Throws std::invalid_argument when a shape does not fit.
@@ -104,12 +113,10 @@ class Model {
 
   void check(const Batch& batch, const Pool& pool) const;
   void make_scratch(int num_threads);
-  void make_room(int64_t num_rows);
+  void make_room(int64_t num_rows, int64_t num_passing_rows);
   void plan_attention(const Batch& batch, int num_threads);
-  void multiply_head(const int64_t* rows, int64_t num_rows, float* out, int num_threads);  // at most capacity_ rows
-  int64_t hidden_stride() const { return rounded_up(shape_.hidden_size, kPanelColumns); }
-  int64_t normed_stride() const { return activation_stride(shape_.hidden_size); }
-  int64_t element_bytes() const { return kernels_.activation_bytes(shape_.compute); }
+  void multiply_head(const int64_t* rows, int64_t num_rows, float* out,
+                     int num_threads);  // at most passing_capacity_ rows
   int64_t num_positions() const { return static_cast<int64_t>(cosine_.size()) / (shape_.head_size / 2); }
 
   ModelShape shape_;
@@ -118,10 +125,13 @@ class Model {
   const Kernels& kernels_;
 
   // Working memory, grown when a larger batch comes; rows padded as the kernels want them.
-  int64_t capacity_ = 0, scratch_bytes_ = 0;
-  AlignedBuffer hidden_, normed_, qkv_, queries_, attended_, inner_, scratch_;
-  int64_t num_rows_ = 0;  // of the last step
-  std::vector<AttentionTask> tasks_;
+  int64_t capacity_ = 0, passing_capacity_ = 0, scratch_bytes_ = 0;
+  RowBuffer hidden_, queries_, attended_;  // of all rows of the step
+  RowBuffer normed_, qkv_, inner_;         // of those that are on their way from one attention to the next
+  AlignedBuffer scratch_;
+  int64_t num_rows_ = 0;    // of the last step
+  int64_t piece_rows_ = 0;  // that a thread takes from one attention to the next; 0: threads share weights, not rows
+  std::vector<AttentionTask> tasks_, dealt_tasks_;
   std::vector<int64_t> row_block_, row_offset_, row_position_;  // where the KV of each row goes
   std::vector<uint8_t> row_clears_rest_;
   std::unique_ptr<WorkCounter[]> stages_;

@@ -47,8 +47,11 @@ GW_INLINE v16 sub(v16 a, v16 b) { return {_mm512_sub_ps(a.lanes, b.lanes)}; }
 GW_INLINE v16 mul(v16 a, v16 b) { return {_mm512_mul_ps(a.lanes, b.lanes)}; }
 GW_INLINE v16 div(v16 a, v16 b) { return {_mm512_div_ps(a.lanes, b.lanes)}; }
 GW_INLINE v16 fma(v16 a, v16 b, v16 c) { return {_mm512_fmadd_ps(a.lanes, b.lanes, c.lanes)}; }
+GW_INLINE v16 fms(v16 a, v16 b, v16 c) { return {_mm512_fmsub_ps(a.lanes, b.lanes, c.lanes)}; }
 GW_INLINE v16 max(v16 a, v16 b) { return {_mm512_max_ps(a.lanes, b.lanes)}; }  // b where either is NaN
 GW_INLINE v16 min(v16 a, v16 b) { return {_mm512_min_ps(a.lanes, b.lanes)}; }
+// Bit i: whether lane i of a is greater than that of b.
+GW_INLINE uint32_t greater(v16 a, v16 b) { return _mm512_cmp_ps_mask(a.lanes, b.lanes, _CMP_GT_OQ); }
 // a in the first `count` lanes (0 to 16), b in the others.
 GW_INLINE v16 first_lanes(int count, v16 a, v16 b) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << count) - 1u), b.lanes, a.lanes)};
@@ -111,6 +114,10 @@ GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
   const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(rounded.lanes), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16(high));
 }
+// The same to every second place; what lies between is not touched.
+GW_INLINE void store_every_second(uint16_t* at, v16 rounded) {
+  _mm512_mask_storeu_epi16(at, 0x55555555, _mm512_srli_epi32(_mm512_castps_si512(rounded.lanes), 16));
+}
 
 #elif defined(__AVX2__)
 
@@ -132,8 +139,15 @@ GW_INLINE v16 div(v16 a, v16 b) { return {_mm256_div_ps(a.low, b.low), _mm256_di
 GW_INLINE v16 fma(v16 a, v16 b, v16 c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
+GW_INLINE v16 fms(v16 a, v16 b, v16 c) {
+  return {_mm256_fmsub_ps(a.low, b.low, c.low), _mm256_fmsub_ps(a.high, b.high, c.high)};
+}
 GW_INLINE v16 max(v16 a, v16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 GW_INLINE v16 min(v16 a, v16 b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+GW_INLINE uint32_t greater(v16 a, v16 b) {
+  const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ));
+  return static_cast<uint32_t>(low | _mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ)) << 8);
+}
 GW_INLINE v16 first_lanes(int count, v16 a, v16 b) {
   const __m256i counts = _mm256_set1_epi32(count);
   const __m256i low = _mm256_cmpgt_epi32(counts, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -246,11 +260,19 @@ GW_INLINE v16 div(v16 a, v16 b) {
 GW_INLINE v16 fma(v16 a, v16 b, v16 c) {
   return each([&](int i) { return std::fma(a.lanes[i], b.lanes[i], c.lanes[i]); });
 }
+GW_INLINE v16 fms(v16 a, v16 b, v16 c) {
+  return each([&](int i) { return std::fma(a.lanes[i], b.lanes[i], -c.lanes[i]); });
+}
 GW_INLINE v16 max(v16 a, v16 b) {
   return each([&](int i) { return a.lanes[i] > b.lanes[i] ? a.lanes[i] : b.lanes[i]; });
 }
 GW_INLINE v16 min(v16 a, v16 b) {
   return each([&](int i) { return a.lanes[i] < b.lanes[i] ? a.lanes[i] : b.lanes[i]; });
+}
+GW_INLINE uint32_t greater(v16 a, v16 b) {
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) bits |= static_cast<uint32_t>(a.lanes[lane] > b.lanes[lane]) << lane;
+  return bits;
 }
 GW_INLINE v16 first_lanes(int count, v16 a, v16 b) {
   return each([&](int i) { return i < count ? a.lanes[i] : b.lanes[i]; });
@@ -302,12 +324,30 @@ GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
 
 #endif
 
+#if !defined(__AVX512F__)
+GW_INLINE void store_every_second(uint16_t* at, v16 rounded) {
+  uint16_t values[kLanes];
+  store_bf16(values, rounded);
+  for (int lane = 0; lane < kLanes; ++lane) at[2 * lane] = values[lane];
+}
+#endif
+
 // Numbers of which none is denormal, rounded to bfloat16, as 16-bit floats.
 GW_INLINE void store_rounded(uint16_t* at, v16 a) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.lanes)));
 #else
   store_bf16(at, round_bf16(a));
+#endif
+}
+
+// Thirty-two of them side by side.
+GW_INLINE void store_rounded(uint16_t* at, v16 first, v16 second) {
+#if defined(__AVX512BF16__)
+  _mm512_storeu_si512(at, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.lanes, first.lanes)));
+#else
+  store_rounded(at, first);
+  store_rounded(at + kLanes, second);
 #endif
 }
 
@@ -326,7 +366,6 @@ GW_INLINE float sum_of_lanes(v16 x) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-GW_INLINE float first_lane(v16 x) { return _mm256_cvtss_f32(lower_half(x)); }
 GW_INLINE float largest_lane(v16 x) {
   const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -339,7 +378,6 @@ GW_INLINE float sum_of_lanes(v16 x) {
     for (int lane = 0; lane < half; ++lane) x.lanes[lane] += x.lanes[lane + half];
   return x.lanes[0];
 }
-GW_INLINE float first_lane(v16 x) { return x.lanes[0]; }
 GW_INLINE float largest_lane(v16 x) {
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; ++lane)
@@ -347,6 +385,35 @@ GW_INLINE float largest_lane(v16 x) {
   return x.lanes[0];
 }
 #endif
+
+// Lane i: the largest of rows[i], folded as largest_lane does.
+GW_INLINE v16 largest_of_sixteen(const v16 (&rows)[kLanes]) {
+#if defined(__AVX512F__)
+  // Of two registers the one half of the lanes beside the other: half as many registers, and lanes of each row, remain.
+  const auto row = [&](int number) { return rows[number % 4 * 4 + number / 4].lanes; };  // where the last step puts it
+  __m512 eight[8], four[4], two[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = row(2 * i), b = row(2 * i + 1);
+    eight[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = eight[2 * i], b = eight[2 * i + 1];
+    four[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = four[2 * i], b = four[2 * i + 1];
+    two[i] = _mm512_max_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+  return {_mm512_max_ps(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd))};
+#else
+  float largest[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) largest[lane] = largest_lane(rows[lane]);
+  return load(largest);
+#endif
+}
 
 // e to the power of x between -87 and 88, beyond that of the nearest of the two (so 1.6e-38 at least). Range reduction
 // by powers of two and a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]: relative error below 2e-7. Source: the method
@@ -367,20 +434,25 @@ GW_INLINE v16 exp(v16 x) {
   return times_power_of_two(sum, power);
 }
 
-// 2 to the power of x for x up to 0; below -126 that of -126. A polynomial of degree 5 on [-1/2, 1/2], the one whose
-// largest relative error is smallest among those that give exactly 1 for 0 (found by fitting): below 2e-7, rounding
-// included. NaN stays NaN.
-GW_INLINE v16 exp2_of_nonpositive(v16 x) {
-  const v16 clipped = max(broadcast(-126.0f), x);
-  const v16 power = round_to_integer(clipped);
-  const v16 rest = sub(clipped, power);
-  v16 sum = broadcast(1.3264727e-3f);
-  sum = fma(sum, rest, broadcast(9.671513e-3f));
-  sum = fma(sum, rest, broadcast(5.5507336e-2f));
-  sum = fma(sum, rest, broadcast(0.24022242f));
-  sum = fma(sum, rest, broadcast(0.69314700f));
-  sum = fma(sum, rest, broadcast(1.0f));
-  return times_power_of_two(sum, power);
+// 2 to the power of x * scale, for x up to 0 and scale above 0; `least` is kLeastPower / scale, and below it every x
+// gives what it does. Terms: of the polynomial on [-1/2, 1/2] whose largest relative error is smallest among those that
+// give exactly 1 for 0 (found by fitting): 1e-4 with three, 1e-7 with five. NaN stays NaN.
+inline constexpr float kLeastPower = -125.0f;
+template <int terms>
+GW_INLINE v16 power_of_2(v16 x, v16 scale, v16 least) {
+  const v16 shift = broadcast(0x1.8p23f);  // floats as large as this are whole numbers
+  const v16 clipped = max(least, x);
+  const v16 power = sub(fma(clipped, scale, shift), shift);
+  const v16 rest = fms(clipped, scale, power);
+  v16 sum;
+  if constexpr (terms == 3) {
+    sum = fma(fma(broadcast(5.50089329e-2f), rest, broadcast(0.242210954f)), rest, broadcast(0.693282902f));
+  } else {
+    sum = fma(broadcast(1.32647273e-3f), rest, broadcast(9.67151299e-3f));
+    sum = fma(fma(sum, rest, broadcast(5.55073358e-2f)), rest, broadcast(0.240222424f));
+    sum = fma(sum, rest, broadcast(0.693147004f));
+  }
+  return times_power_of_two(fma(sum, rest, broadcast(1.0f)), power);
 }
 
 }  // namespace giveway::GW_SET

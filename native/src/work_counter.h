@@ -29,7 +29,16 @@ struct Member {
   int index, count;
 };
 inline Member this_member() { return {omp_get_thread_num(), omp_get_num_threads()}; }
-inline constexpr Member kOneOrder{0, 1};  // whoever comes next takes what comes next
+
+// The spans of a stage, one for each thread: nearly equal, the first ones have one unit more.
+inline constexpr int64_t kMostSpans = 8;  // as many as a cache line counts; further threads have a span in common
+struct Spans {
+  int64_t num_units, count;
+
+  Spans(int64_t units, int64_t num_threads)
+      : num_units(units), count(std::clamp<int64_t>(units, 1, std::min(num_threads, kMostSpans))) {}
+  int64_t begin(int64_t span) const { return num_units / count * span + std::min(span, num_units % count); }
+};
 
 // Not a barrier: whoever finds no work left waits until every piece is *done*, not until every thread has come. So a
 // thread that another process has pushed off its core holds nobody up unless it stopped in the middle of a piece; when
@@ -47,15 +56,14 @@ class alignas(64) WorkCounter {
   }
 
   // Calls work(first, last) for all pieces; returns when all are done. What one thread wrote in its pieces is then
-  // visible to all. Members must agree on everything but their index, except that all may come as kOneOrder.
+  // visible to all. Members must agree on everything but their index.
   template <typename Work>
   void share(const Cut& cut, Member member, Work work) {
-    const int64_t num_units = (cut.total + cut.granularity - 1) / cut.granularity;
-    const int64_t num_spans = std::clamp<int64_t>(num_units, 1, std::min(member.count, kMaxSpans));
-    for (int64_t turn = 0; turn < num_spans; ++turn) {
-      const int64_t span = (member.index + turn) % num_spans;  // spans are equal: their last pieces may be smaller
-      const int64_t begin = num_units * span / num_spans * cut.granularity;
-      const int64_t end = std::min(num_units * (span + 1) / num_spans * cut.granularity, cut.total);
+    const Spans spans((cut.total + cut.granularity - 1) / cut.granularity, member.count);
+    for (int64_t turn = 0; turn < spans.count; ++turn) {
+      const int64_t span = (member.index + turn) % spans.count;  // spans are equal: their last pieces may be smaller
+      const int64_t begin = spans.begin(span) * cut.granularity;
+      const int64_t end = std::min(spans.begin(span + 1) * cut.granularity, cut.total);
       auto& taken = taken_[span];
       for (int64_t first; (first = begin + taken.fetch_add(cut.piece, std::memory_order_relaxed)) < end;) {
         const int64_t last = std::min(first + cut.piece, end);
@@ -74,15 +82,13 @@ class alignas(64) WorkCounter {
 
  private:
   static constexpr int kSpinTurns = 1000;  // some ten microseconds
-  static constexpr int kMaxSpans = 8;      // as many as a cache line holds; further threads have a span in common
-
   static void pause() {
 #if defined(GIVEWAY_X86)
     __builtin_ia32_pause();
 #endif
   }
 
-  std::atomic<int64_t> taken_[kMaxSpans]{};  // of each span
+  std::atomic<int64_t> taken_[kMostSpans]{};  // of each span
   alignas(64) std::atomic<int64_t> done_{0};
 };
 

@@ -136,6 +136,22 @@ def test_many_decodes_that_take_their_heads_together_get_what_each_gets_alone(
         assert_same_bits(found[number : number + 1], alone.logits(Chunk([7], len(prompt), table)))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
+def test_a_step_of_many_rows_gives_what_steps_of_few_give(num_threads: int, isa: str, compute: str) -> None:
+    # Goal: threads share the rows of a large step and the weights of a small one. Four threads have too few rows each.
+    model = make_small_model(has_biases=True).pack(compute=compute, isa=isa)
+    prompts = np.random.default_rng(4).integers(0, SHAPE["vocab_size"], (3, 149)).tolist()
+    tables = [list(range(start, start + 10)) for start in (0, 10, 20)]
+    chunks = [Chunk(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)]
+    found = Runner(model, num_blocks=30, num_threads=num_threads).logits(*chunks)
+    alone = Runner(model, num_blocks=30)
+    for number, chunk in enumerate(chunks):
+        parts = [
+            alone.logits(Chunk(chunk.tokens[start:end], start, chunk.table)) for start, end in pairwise([0, 5, 80, 149])
+        ]
+        assert_same_bits(found[149 * number : 149 * (number + 1)], np.concatenate(parts))
+
+
 def test_a_block_that_two_requests_share_is_only_read(small_model: SmallModel, isa: str, compute: str) -> None:
     model = small_model.pack(compute=compute, isa=isa)
     runner = Runner(model)
