@@ -26,12 +26,16 @@ GW_INLINE void shape_tiles(int64_t num_rows) {
   load_configuration(configuration);
 }
 
-// Asks for lines of the next piece: where the next block is, the processor cannot guess. A single group needs them
-// soon; several share what is in the second cache.
-template <bool soon>
-GW_INLINE void fetch_lines(const std::byte* at, int64_t stride, int count) {
-#pragma GCC unroll 16
-  for (int line = 0; line < count; ++line) __builtin_prefetch(at + line * stride, 0, soon ? 3 : 2);
+// Asks for `count` lines of each panel that comes next: where the next block is, the processor cannot guess. A line of
+// each panel in turn, since memory gives several blocks at once faster than one after the other. A single group needs
+// them soon; several share what is in the second cache.
+template <bool soon, int count>
+GW_INLINE void fetch_lines(const Piece& piece, int64_t offset, int64_t stride) {
+#pragma GCC unroll 4
+  for (int line = 0; line < count; ++line)
+#pragma GCC unroll 4
+    for (int panel = 0; panel < kPiecePanels; ++panel)
+      __builtin_prefetch(piece.next[panel] + offset + line * stride, 0, soon ? 3 : 2);
 }
 
 // The four tiles of sums by number: intrinsics take literals only.
@@ -71,15 +75,6 @@ GW_INLINE void add_block_of_16() {  // tile 6 by tile 7
   GW_FOR_TILE(number, GW_MULTIPLY_HALF)
 }
 
-// Calls function(number) for 0 to 3, constants.
-template <typename Function>
-GW_INLINE void for_four(Function function) {
-  function(std::integral_constant<int, 0>());
-  function(std::integral_constant<int, 1>());
-  function(std::integral_constant<int, 2>());
-  function(std::integral_constant<int, 3>());
-}
-
 // Scores of a group of rows. Those of a panel that nobody sees are never read.
 template <bool fetches, bool soon>
 static void score_group(const QueryTile<Compute::bf16>& group, const Piece& piece) {
@@ -95,6 +90,8 @@ static void score_group(const QueryTile<Compute::bf16>& group, const Piece& piec
       _tile_loadd(6, queries + d * 2, query_bytes);
     }
     for_four([&](auto panel) {
+      if (fetches && is_whole) fetch_lines<soon, 4>(piece, at + panel * 256, 64);
+      if (fetches && !is_whole) fetch_lines<soon, 2>(piece, at + panel * 128, 64);
       const std::byte* keys = piece.keys[panel];
       if (keys == nullptr) return;
       if (is_whole) {
@@ -104,7 +101,6 @@ static void score_group(const QueryTile<Compute::bf16>& group, const Piece& piec
         _tile_loadd(7, keys + at, 64);
         add_block_of_16<panel>();
       }
-      if (fetches) fetch_lines<soon>(keys + at + piece.ahead[panel], 64, 16);
     });
   }
   for_four([&](auto panel) { store_tile<panel>(group.scores + panel * kKvPanel, kScoreStride * 4); });
@@ -119,14 +115,17 @@ static void add_group(const QueryTile<Compute::bf16>& group, const Piece& piece,
   for_four([&](auto part) {
     if (part < count) load_tile<part>(out + part * kLanes, out_bytes);
   });
-  for (int panel = piece.begin; panel < piece.end; ++panel) {
+  for (int panel = 0; panel < kPiecePanels; ++panel) {
+    const bool is_seen = panel >= piece.begin && panel < piece.end;
     const std::byte* values = piece.values[panel] + d * 4;
-    _tile_loadd(6, group.weights + panel * kKvPanel, kScoreStride * 2);
+    if (is_seen) _tile_loadd(6, group.weights + panel * kKvPanel, kScoreStride * 2);
     for_four([&](auto part) {
       if (part >= count) return;
+      if (fetches)  // two of the eight pairs of positions
+        fetch_lines<soon, 2>(piece, piece.to_values + 2 * panel * values_bytes + d * 4 + part * 64, values_bytes);
+      if (!is_seen) return;
       _tile_loadd(7, values + part * 64, values_bytes);
       add_block_of_16<part>();
-      if (fetches) fetch_lines<soon>(values + part * 64 + piece.ahead[panel], values_bytes, 8);
     });
   }
   for_four([&](auto part) {

@@ -50,8 +50,9 @@ struct Piece {
   int begin, end;                       // panels that any row of the tile sees
   const std::byte* keys[kPiecePanels];  // null: none sees it
   const std::byte* values[kPiecePanels];
-  int64_t ahead[kPiecePanels];  // bytes to the same panel of what is attended to next; 0: nobody knows
-  RowRange rows;                // that see any position of the piece
+  const std::byte* next[kPiecePanels];  // keys that are attended to after these; where there are none, some of these
+  int64_t to_values;                    // bytes, from the keys of a panel
+  RowRange rows;                        // that see any position of the piece
 };
 
 // Room for so many rows after the last of a tile: products of whole AMX tiles reach beyond it.
@@ -74,7 +75,7 @@ struct PanelsAbreast {
     PanelsAbreast panels{{}, {}, compute == Compute::f32 ? 2 * row : row, row};
 #pragma GCC unroll 4
     for (int i = 0; i < count; ++i)
-      panels.at[i] = piece.keys[first_panel + i], panels.ahead[i] = piece.ahead[first_panel + i];
+      panels.at[i] = piece.keys[first_panel + i], panels.ahead[i] = piece.next[first_panel + i] - panels.at[i];
     return panels;
   }
   // Vectors of dimensions of one panel, from `first_dimension` on.
@@ -83,7 +84,8 @@ struct PanelsAbreast {
     PanelsAbreast panels{{}, {}, compute == Compute::f32 ? 2 * row : row, row};
 #pragma GCC unroll 4
     for (int i = 0; i < count; ++i)
-      panels.at[i] = piece.values[panel] + (first_dimension + i * kLanes) * 4, panels.ahead[i] = piece.ahead[panel];
+      panels.at[i] = piece.values[panel] + (first_dimension + i * kLanes) * 4,
+      panels.ahead[i] = piece.next[panel] - piece.keys[panel];
     return panels;
   }
   [[gnu::always_inline]] inline v16 even(int panel, int64_t offset) const {

@@ -173,29 +173,41 @@ static RowRange rows_that_see(const QueryTile<compute>& tile, int64_t window, in
   return {begin * tile.group_size, (end > begin ? end : begin) * tile.group_size};
 }
 
+// Where the keys lie that are attended to after a panel that begins at position `first`: those of the call's next head,
+// of its next piece, or of the call after it. Null: there are none, or nobody knows. last: position of the tile.
+template <Compute compute>
+static const std::byte* next_keys(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t first,
+                                  int64_t last) {
+  const int64_t next_piece = first - first % kPieceTokens + kPieceTokens;
+  if (tile.kv_head + 1 < args.kv_head + args.num_kv_heads)
+    return first <= last ? panel_at(args, args.table, tile.kv_head + 1, first) : nullptr;
+  if (next_piece <= last)
+    return first + kPieceTokens <= last ? panel_at(args, args.table, args.kv_head, first + kPieceTokens) : nullptr;
+  const int64_t of_next_call = args.next.first + first % kPieceTokens;
+  if (args.next.table == nullptr || of_next_call > args.next.last) return nullptr;
+  return panel_at(args, args.next.table, args.next.kv_head, of_next_call);
+}
+
 template <Compute compute>
 static Piece find_piece(const QueryTile<compute>& tile, const AttentionArgs& args, int64_t number) {
   Piece piece{};
   piece.start = number * kPieceTokens;
+  piece.to_values = args.layout.half_bytes();
   const int64_t last = tile.first_token + tile.num_tokens() - 1;
   piece.rows = rows_that_see(tile, args.window, piece.start, piece.start + kPieceTokens - 1);
   for (int panel = 0; panel < kPiecePanels; ++panel) {
     const int64_t first = piece.start + panel * kKvPanel;
+    piece.next[panel] = next_keys(tile, args, first, last);
     const RowRange rows = rows_that_see(tile, args.window, first, first + kKvPanel - 1);
     if (rows.begin == rows.end) continue;
     if (piece.end == 0) piece.begin = panel;
     piece.end = panel + 1;
     piece.keys[panel] = panel_at(args, args.table, tile.kv_head, first);
-    piece.values[panel] = piece.keys[panel] + args.layout.half_bytes();
-    if (tile.kv_head + 1 < args.kv_head + args.num_kv_heads) {
-      piece.ahead[panel] = 2 * args.layout.half_bytes();
-    } else if (first + kPieceTokens <= last) {
-      piece.ahead[panel] = panel_at(args, args.table, args.kv_head, first + kPieceTokens) - piece.keys[panel];
-    } else if (const int64_t next = args.next.first + panel * kKvPanel;
-               args.next.table != nullptr && piece.start + kPieceTokens > last && next <= args.next.last) {
-      piece.ahead[panel] = panel_at(args, args.next.table, args.next.kv_head, next) - piece.keys[panel];
-    }
+    piece.values[panel] = piece.keys[panel] + piece.to_values;
   }
+  for (int panel = 0; panel < kPiecePanels; ++panel)
+    if (piece.next[panel] == nullptr)
+      piece.next[panel] = piece.keys[std::max(piece.begin, std::min(panel, piece.end - 1))];
   return piece;
 }
 

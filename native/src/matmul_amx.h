@@ -48,6 +48,15 @@ GW_INLINE void configure_tiles(int64_t columns) {
   load_configuration(configuration);
 }
 
+// Calls function(number) for 0 to 3, constants.
+template <typename Function>
+GW_INLINE void for_four(Function function) {
+  function(std::integral_constant<int, 0>());
+  function(std::integral_constant<int, 1>());
+  function(std::integral_constant<int, 2>());
+  function(std::integral_constant<int, 3>());
+}
+
 // ---- up to kFewRows rows: totals = weights [16 outputs][inputs] times activations [inputs][rows]
 
 struct FewScratch {
@@ -115,15 +124,20 @@ static void multiply_few(const MatmulArgs& args, const std::byte* data, const ui
     }
   };
   const auto multiply_all = [&](int64_t index) {
-    multiply(std::integral_constant<int, 0>(), index);
-    if constexpr (tiles > 1) multiply(std::integral_constant<int, 1>(), index);
-    if constexpr (tiles > 2) multiply(std::integral_constant<int, 2>(), index);
-    if constexpr (tiles > 3) multiply(std::integral_constant<int, 3>(), index);
+    for_four([&](auto number) {
+      if constexpr (number < tiles) multiply(number, index);
+    });
   };
+  // A quarter of a block fits between two of many tiles. Few tiles end before it does, and what it gives would be late.
+  constexpr bool kDecodesBetween = tiles > 2;
   const auto decode = [&](int64_t index) {
     block.open(data + index * panel_block_bytes(encoding));
-#pragma GCC unroll 4
-    for (int64_t group = 0; group < 4; ++group) block.decode(group, scratch.rows[index % 2]);
+    for_four([&](auto group) {
+      block.decode(group, scratch.rows[index % 2]);
+      if constexpr (kDecodesBetween && group < tiles) {
+        if (index > 0) multiply(group, index - 1);
+      }
+    });
     keep_order();
   };
   _tile_zero(0);
@@ -133,7 +147,7 @@ static void multiply_few(const MatmulArgs& args, const std::byte* data, const ui
   decode(0);
   for (int64_t index = 1; index < num_blocks; ++index) {
     decode(index);
-    multiply_all(index - 1);
+    if constexpr (!kDecodesBetween) multiply_all(index - 1);
     if (index >= kBlocksOfRest) before.finish_some(args, scratch, rows_a_block);
   }
   multiply_all(num_blocks - 1);
