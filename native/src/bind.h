@@ -26,6 +26,10 @@ using InArray = nanobind::ndarray<const T, nanobind::ndim<dimensions>, nanobind:
 template <typename T, size_t dimensions>
 using OutArray = nanobind::ndarray<T, nanobind::ndim<dimensions>, nanobind::c_contig, nanobind::device::cpu>;
 
+// For arrays. Anything else that is not of just this type and order would be copied into an array that is: what is
+// written there is lost, and numbers that do not fit are changed.
+inline auto array_arg(const char* name) { return nanobind::arg(name).noconvert(); }
+
 inline Compute compute_named(const std::string& name) {
   if (name == "f32") return Compute::f32;
   if (name == "bf16") return Compute::bf16;

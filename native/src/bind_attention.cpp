@@ -22,7 +22,8 @@ const float* norm_or_null(const OptionalNorm& norm, int64_t head_size) {
 
 void require_table(const InArray<int32_t, 1>& table, int64_t num_positions, int64_t block_size,
                    int64_t num_pool_blocks) {
-  require(static_cast<int64_t>(table.shape(0)) * block_size >= num_positions, "the table does not cover the chunk");
+  require(static_cast<int64_t>(table.shape(0)) >= (num_positions + block_size - 1) / block_size,
+          "the table does not cover the chunk");
   const auto inside = [&](int32_t block) { return block >= 0 && block < num_pool_blocks; };
   require(std::all_of(table.data(), table.data() + table.shape(0), inside),
           "a block of the table is not within the pool");
@@ -30,7 +31,7 @@ void require_table(const InArray<int32_t, 1>& table, int64_t num_positions, int6
 
 void require_layout(const KvLayout& layout, int64_t num_heads, int64_t layer) {
   check_heads(num_heads, layout.num_kv_heads, layout.head_size);
-  check_block_size(layout.block_size);
+  check_layout(layout);
   require(layer >= 0 && layer < layout.num_layers, "layer is not below num_layers");
 }
 
@@ -48,6 +49,8 @@ OwnedFloats attend(const InArray<float, 2>& qkv, const InArray<int32_t, 1>& tabl
   for (const auto& angles : {cosine, sine})
     require(static_cast<int64_t>(angles.shape(0)) == num_rows && static_cast<int64_t>(angles.shape(1)) == head_size / 2,
             "cosine and sine must be [rows, head_size / 2]");
+  require(start >= 0 && start <= kMostBytes, "start is " + std::to_string(start) + "; it must be a position");
+  check_window(window);
   const int64_t num_blocks = static_cast<int64_t>(pool.size()) / layout.block_bytes();
   require_table(table, start + num_rows, block_size, num_blocks);
 
@@ -65,7 +68,7 @@ OwnedFloats attend(const InArray<float, 2>& qkv, const InArray<int32_t, 1>& tabl
   args.num_rows = num_rows, args.start = start, args.table = table.data(), args.num_pool_blocks = num_blocks,
   args.pool = turn.pool;
   args.layout = layout, args.layer = layer, args.group_size = num_heads / num_kv_heads, args.scale = scale,
-  args.window = window;
+  args.window = window_among(start + num_rows, window);
   args.soft_cap = soft_cap, args.scratch = scratch.data();
 
   const uint32_t state = kernels.enter();
@@ -93,9 +96,9 @@ OwnedFloats attend(const InArray<float, 2>& qkv, const InArray<int32_t, 1>& tabl
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("attend", &attend, nb::arg("qkv"), nb::arg("table"), nb::arg("pool"), nb::kw_only(), nb::arg("start"),
-        nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("block_size"), nb::arg("cosine"),
-        nb::arg("sine"), nb::arg("scale"), nb::arg("query_norm") = nb::none(), nb::arg("key_norm") = nb::none(),
+  m.def("attend", &attend, array_arg("qkv"), array_arg("table"), array_arg("pool"), nb::kw_only(), nb::arg("start"),
+        nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("block_size"), array_arg("cosine"),
+        array_arg("sine"), nb::arg("scale"), array_arg("query_norm") = nb::none(), array_arg("key_norm") = nb::none(),
         nb::arg("norm_eps") = 0.0f, nb::arg("window") = 0, nb::arg("soft_cap") = 0.0f, nb::arg("num_layers") = 1,
         nb::arg("layer") = 0, nb::arg("compute") = "f32", nb::arg("isa") = "",
         "Rotates the rows of one chunk (float32 [rows, q heads + k heads + v heads]), writes their keys and values "

@@ -39,8 +39,10 @@ int64_t output_of(size_t part, int64_t row, int64_t first_output, size_t num_par
 }
 
 std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs, const std::string& compute,
-                             bool is_interleaved, int num_threads, const std::string& isa) {
+                             bool is_interleaved, int64_t num_threads, const std::string& isa) {
   require(!parts.empty(), "nothing to pack");
+  check_sizes("a row of weights", {num_inputs, sizeof(float)});
+  const int num_used = checked_threads(num_threads);
   std::vector<Source> sources;
   int64_t num_outputs = 0;
   bool is_mixed = false;
@@ -55,6 +57,7 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
     num_outputs += static_cast<int64_t>(rows.shape(0));
     is_mixed = is_mixed || sources.back() != sources.front();
   }
+  require(num_outputs > 0, "nothing to pack");
   const Compute type = compute_named(compute);
   // Parts stored in different ways are widened to what is multiplied.
   const Encoding encoding =
@@ -67,7 +70,7 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
     const Rows& rows = std::get<1>(parts[part]);
     const auto num_rows = static_cast<int64_t>(rows.shape(0)), row_bytes = static_cast<int64_t>(rows.shape(1));
     // A panel is one thread's: its rows lie side by side in memory.
-#pragma omp parallel for num_threads(num_threads) schedule(static)
+#pragma omp parallel for num_threads(num_used) schedule(static)
     for (int64_t panel = 0; panel < (num_rows + kPanelColumns - 1) / kPanelColumns; ++panel)
       for (int64_t row = panel * kPanelColumns; row < std::min((panel + 1) * kPanelColumns, num_rows); ++row)
         matrix->pack_row(output_of(part, row, first_output, parts.size(), is_interleaved), sources[part],
@@ -81,7 +84,7 @@ std::shared_ptr<Matrix> pack(const std::vector<Part>& parts, int64_t num_inputs,
 
 void bind_matrix(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix", "A weight matrix [num_outputs, num_inputs], packed for the products of this library.")
-      .def_static("pack", &pack, nb::arg("parts"), nb::kw_only(), nb::arg("num_inputs"), nb::arg("compute"),
+      .def_static("pack", &pack, array_arg("parts"), nb::kw_only(), nb::arg("num_inputs"), nb::arg("compute"),
                   nb::arg("is_interleaved") = false, nb::arg("num_threads") = 1, nb::arg("isa") = "",
                   "Pack stored rows. parts: (encoding as in the file, uint8 [rows, bytes of a row]); one below the "
                   "other, or panels\n"

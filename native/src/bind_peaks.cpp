@@ -3,7 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <chrono>
+#include <limits>
 #include <memory>
 
 #include "bind_rows.h"
@@ -20,14 +22,14 @@ double seconds_since(std::chrono::steady_clock::time_point started) {
 }
 
 // Operations per second of all threads together, which multiply for about so many seconds.
-double multiply_peak(const std::string& compute, const std::string& isa, int num_threads, double seconds) {
+double multiply_peak(const std::string& compute, const std::string& isa, int64_t num_threads, double seconds) {
   constexpr int64_t kRounds = 1000;  // between two looks at the clock: some microseconds
-  require(num_threads > 0, "at least one thread is needed");
+  const int count = checked_threads(num_threads);
   const Kernels& kernels = kernels_or_chosen(isa);
   const Compute type = compute_named(compute);
   const nb::gil_scoped_release released;
   double peak = 0;
-#pragma omp parallel num_threads(num_threads) reduction(+ : peak)
+#pragma omp parallel num_threads(count) reduction(+ : peak)
   {
     const uint32_t state = kernels.enter();
     int64_t num_operations = 0;
@@ -41,9 +43,9 @@ double multiply_peak(const std::string& compute, const std::string& isa, int num
 }
 
 // Bytes per second of all threads together. They take pieces, so that a slow one holds up little.
-double read_peak(const InArray<uint8_t, 1>& buffer, const std::string& isa, int num_threads) {
+double read_peak(const InArray<uint8_t, 1>& buffer, const std::string& isa, int64_t num_threads) {
   constexpr int64_t kPieceBytes = int64_t{1} << 20;
-  require(num_threads > 0, "at least one thread is needed");
+  const int count = checked_threads(num_threads);
   require(static_cast<int64_t>(buffer.shape(0)) >= kPieceBytes, "the buffer must have at least 1 MiB");
   const Kernels& kernels = kernels_or_chosen(isa);
   const int64_t num_pieces = static_cast<int64_t>(buffer.shape(0)) / kPieceBytes;
@@ -51,7 +53,7 @@ double read_peak(const InArray<uint8_t, 1>& buffer, const std::string& isa, int 
   const nb::gil_scoped_release released;
   WorkCounter pieces;
   const auto started = std::chrono::steady_clock::now();
-#pragma omp parallel num_threads(num_threads)
+#pragma omp parallel num_threads(count)
   {
     const uint32_t state = kernels.enter();
     pieces.share({num_pieces, 1, 1}, this_member(), [&](int64_t first, int64_t last) {
@@ -66,10 +68,10 @@ std::shared_ptr<Workload> product(std::shared_ptr<Matrix> matrix, int64_t num_ro
                                   const std::string& compute, const std::string& epilogue, const std::string& isa) {
   const ProductShape shape{num_rows, num_outputs, compute_named(compute), epilogue_named(epilogue)};
   const int64_t unit = shape.epilogue == Epilogue::gate ? 2 * kPanelColumns : kPanelColumns;
-  require(num_rows > 0, "at least one row is needed");
   require(num_outputs > 0 && num_outputs % unit == 0,
           "the outputs of a product must be a multiple of " + std::to_string(unit));
   require(num_outputs <= matrix->panels().num_outputs, "the matrix has fewer outputs than the product");
+  check_sizes("rows", {num_rows, activation_stride(std::max(num_outputs, matrix->panels().num_inputs)), sizeof(float)});
   const Kernels& kernels = kernels_or_chosen(isa);
   check_order(matrix->panels(), kernels, shape.compute);
   return std::make_shared<ProductWorkload>(kernels, std::move(matrix), shape);
@@ -81,8 +83,15 @@ AttentionShape attention_shape(int64_t num_sequences, int64_t num_rows, int64_t 
   require(num_sequences > 0 && num_rows > 0 && context >= num_rows,
           "sequences have at least one row, and no more rows than positions");
   check_heads(num_heads, num_kv_heads, head_size);
-  check_block_size(block_size);
-  return {num_sequences, num_rows, context, num_heads, num_kv_heads, head_size, block_size, compute_named(compute)};
+  const AttentionShape shape{num_sequences, num_rows,  context,    num_heads,
+                             num_kv_heads,  head_size, block_size, compute_named(compute)};
+  check_layout(shape.layout());
+  check_sizes("positions", {num_sequences, context, num_kv_heads, head_size, shape.layout().element_bytes()});
+  check_sizes("the rows", {num_sequences, num_rows, num_heads + 2 * num_kv_heads, head_size, sizeof(float)});
+  check_sizes("the KV pool", {num_sequences, shape.blocks_of_sequence(), shape.layout().block_bytes()});
+  require(num_sequences * shape.blocks_of_sequence() <= std::numeric_limits<int32_t>::max(),
+          "the sequences have more KV blocks than block ids there are");
+  return shape;
 }
 
 std::shared_ptr<Workload> attention(int64_t num_sequences, int64_t num_rows, int64_t context, int64_t num_heads,
@@ -101,14 +110,17 @@ std::shared_ptr<Workload> rotation(int64_t num_rows, int64_t num_heads, int64_t 
 }
 
 std::shared_ptr<Workload> norm(int64_t num_rows, int64_t size, const std::string& compute, const std::string& isa) {
-  require(num_rows > 0 && size > 0, "at least one row of one element is needed");
+  check_sizes("rows", {num_rows, size, sizeof(float)});
   return std::make_shared<NormWorkload>(kernels_or_chosen(isa), num_rows, size, compute_named(compute));
 }
 
-double run(Workload& workload, int64_t num_turns, int num_threads) {
-  require(num_turns > 0 && num_threads > 0, "at least one turn and one thread are needed");
+double run(Workload& workload, int64_t num_turns, int64_t num_threads) {
+  constexpr int64_t kMostTurns = 1'000'000;  // each has a counter
+  require(num_turns > 0 && num_turns <= kMostTurns,
+          "num_turns is " + std::to_string(num_turns) + "; it must be from 1 to " + std::to_string(kMostTurns));
+  const int count = checked_threads(num_threads);
   const nb::gil_scoped_release released;
-  return workload.run(num_turns, num_threads);
+  return workload.run(num_turns, count);
 }
 
 }  // namespace
@@ -118,7 +130,7 @@ void bind_peaks(nb::module_& m) {
         nb::arg("num_threads") = 1, nb::arg("seconds") = 0.005,
         "Operations per second of multiply-adds (two operations each) in registers, of all threads together. Takes "
         "about so many seconds.");
-  m.def("read_peak", &read_peak, nb::arg("buffer"), nb::kw_only(), nb::arg("isa") = "", nb::arg("num_threads") = 1,
+  m.def("read_peak", &read_peak, array_arg("buffer"), nb::kw_only(), nb::arg("isa") = "", nb::arg("num_threads") = 1,
         "Bytes per second at which all threads together read a uint8 buffer once, in whole MiB.");
   nb::class_<Workload>(
       m, "Workload", "One kernel over and over on data of its own, shared out among threads as in a step: for timing.")

@@ -156,9 +156,7 @@ struct LogprobMemory {
 // Threads, and the memory that they work in.
 class Sampler {
  public:
-  explicit Sampler(int num_threads) : num_threads_(num_threads) {
-    require(num_threads >= 1, "num_threads is " + std::to_string(num_threads) + "; at least 1 is needed");
-  }
+  explicit Sampler(int64_t num_threads) : num_threads_(checked_threads(num_threads)) {}
 
   std::pair<Numbers, Numbers> choose_largest(const LogitArray& array) const {
     const LogitRows logits = rows_of(array);
@@ -269,12 +267,12 @@ void bind_sampling(nb::module_& m) {
   nb::class_<Sampler>(m, "Sampler",
                       "Chooses the tokens of whole batches on up to num_threads threads. Not for two calls at a time: "
                       "they would share its memory.")
-      .def(nb::init<int>(), nb::arg("num_threads"))
-      .def("choose_largest", &Sampler::choose_largest, nb::arg("logits").noconvert(),
+      .def(nb::init<int64_t>(), nb::arg("num_threads"))
+      .def("choose_largest", &Sampler::choose_largest, array_arg("logits"),
            "logits: float32 [rows, vocab]. Returns the token of the first of the largest logits of every row, and how "
            "many logits of every row are NaN or infinite; where there are any the token is -1.")
-      .def("choose_tokens", &Sampler::choose_tokens, nb::arg("logits").noconvert(), nb::kw_only(),
-           nb::arg("temperature"), nb::arg("top_p"), nb::arg("top_k"), nb::arg("min_p"), nb::arg("repetition_penalty"),
+      .def("choose_tokens", &Sampler::choose_tokens, array_arg("logits"), nb::kw_only(), nb::arg("temperature"),
+           nb::arg("top_p"), nb::arg("top_k"), nb::arg("min_p"), nb::arg("repetition_penalty"),
            nb::arg("presence_penalty"), nb::arg("frequency_penalty"), nb::arg("seed"), nb::arg("output_index"),
            nb::arg("num_logprobs"), nb::arg("forbidden").none(), nb::arg("allowed").none(), nb::arg("biased").none(),
            nb::arg("biases").none(), nb::arg("prompt").none(), nb::arg("output").none(),
@@ -283,7 +281,7 @@ void bind_sampling(nb::module_& m) {
            "allowed holds bytes, or None for a row without a mask. "
            "Returns lists with an element for every row: the token, -1 where there is none; how many logits are NaN or "
            "infinite, 0 where every token is forbidden; and (logprob, rank, ((token, logprob), ...)), or None.")
-      .def("score_tokens", &Sampler::score_tokens, nb::arg("logits").noconvert(), nb::arg("tokens"), nb::arg("num_top"),
+      .def("score_tokens", &Sampler::score_tokens, array_arg("logits"), nb::arg("tokens"), nb::arg("num_top"),
            "tokens: one for every row. Returns how many logits of every row are NaN or infinite, and (logprob, rank, "
            "((token, logprob), ...)) of the row's token and of the num_top best, or None where there are any.");
 }
