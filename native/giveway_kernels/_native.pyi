@@ -1,4 +1,9 @@
-"""The compiled module. Arrays are C-contiguous numpy arrays."""
+"""The compiled module.
+
+Arrays are C-contiguous numpy arrays of just the type that is written here: any other raises TypeError, since what is
+written to a converted copy would be lost, and so would numbers that do not fit. Only the rows of logits given to a
+Sampler may lie apart. num_threads is from 1 to 1024; that and other numbers out of their range raise ValueError.
+"""
 
 from typing import Any
 
@@ -41,10 +46,11 @@ class Model:
         embedding: Matrix,
         head: Matrix,
         final_norm: _Floats,
-        cosine: _Floats,
-        sine: _Floats,
         isa: str = "",
     ) -> Model: ...
+    def set_angles(self, cosine: _Floats, sine: _Floats) -> None:
+        """Give the angles of all positions that can be computed from now on, [positions, head size / 2]."""
+
     def run(
         self,
         *,

@@ -36,8 +36,11 @@ void check_weights(const ModelShape& shape, const ModelWeights& weights, const K
     check_order(matrix->panels(), kernels, shape.compute);
   };
   check_heads(shape.num_heads, shape.num_kv_heads, shape.head_size);
-  require(shape.intermediate_size > 0 && shape.intermediate_size % kPanelColumns == 0,
-          "the intermediate size must be a multiple of 16");
+  check_window(shape.window);
+  check_sizes("the embedding", {shape.vocab_size, shape.hidden_size, sizeof(float)});
+  check_sizes("gate and up", {2, shape.intermediate_size, shape.hidden_size, sizeof(float)});
+  require(shape.intermediate_size % kPanelColumns == 0, "the intermediate size must be a multiple of 16");
+  require(shape.num_layers > 0, "a model needs at least one layer");
   require(static_cast<int64_t>(weights.layers.size()) == shape.num_layers, "the number of layers differs");
   check(weights.embedding, shape.vocab_size, shape.hidden_size, "embedding");
   check(weights.head, shape.vocab_size, shape.hidden_size, "head");
@@ -95,20 +98,19 @@ const float* data_or_null(const Floats& values) { return values.empty() ? nullpt
 
 }  // namespace
 
-Model::Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine, const Kernels& kernels)
-    : shape_(shape),
-      weights_(std::move(weights)),
-      cosine_(std::move(cosine)),
-      sine_(std::move(sine)),
-      kernels_(kernels) {
+Model::Model(ModelShape shape, ModelWeights weights, const Kernels& kernels)
+    : shape_(shape), weights_(std::move(weights)), kernels_(kernels) {
   check_weights(shape_, weights_, kernels_);
   // Read by whole panels: what lies beyond the outputs is added to columns that nobody reads.
   for (LayerWeights& layer : weights_.layers)
     if (!layer.output_bias.empty())
       layer.output_bias.resize(static_cast<size_t>(rounded_up(shape_.hidden_size, kPanelColumns)));
-  require(cosine_.size() == sine_.size() && static_cast<int64_t>(cosine_.size()) % (shape_.head_size / 2) == 0,
-          "the tables of angles have the wrong size");
   stages_ = std::make_unique<WorkCounter[]>(static_cast<size_t>(kStagesOfLayer * shape_.num_layers + 1));
+}
+
+void Model::set_angles(Floats cosine, Floats sine) {
+  cosine_ = std::move(cosine);
+  sine_ = std::move(sine);
 }
 
 KvLayout Model::kv_layout(int64_t block_size) const {
@@ -228,7 +230,8 @@ class Model::Worker {
         pool_(pool),
         member_(member),
         scratch_(model.scratch_.data() + member.index * model.scratch_bytes_),
-        layout_(model.kv_layout(pool.block_size)) {}
+        layout_(model.kv_layout(pool.block_size)),
+        window_(window_among(model.num_positions(), shape_.window)) {}
 
   void run() {
     const uint32_t state = kernels_.enter();
@@ -405,7 +408,7 @@ class Model::Worker {
     args.layer = index;
     args.group_size = shape_.num_heads / shape_.num_kv_heads;
     args.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_size));
-    args.window = shape_.window;
+    args.window = window_;
     args.soft_cap = shape_.soft_cap;
     args.scratch = scratch_;
     const std::vector<AttentionTask>& tasks = model_.tasks_;
@@ -424,7 +427,7 @@ class Model::Worker {
   }
 
   NextKv first_kv(const AttentionTask& task) const {
-    const int64_t earliest = shape_.window > 0 ? std::max(task.start - shape_.window + 1, int64_t{0}) : 0;
+    const int64_t earliest = window_ > 0 ? std::max(task.start - window_ + 1, int64_t{0}) : 0;
     return {batch_.sequences[static_cast<size_t>(task.sequence)].table, task.kv_head,
             earliest / kPieceTokens * kPieceTokens, task.start + task.num_rows - 1};
   }
@@ -461,6 +464,7 @@ class Model::Worker {
   const Member member_;
   std::byte* const scratch_;
   const KvLayout layout_;
+  const int64_t window_;
   int64_t stage_ = 0;
   int64_t passing_place_ =
       0;  // of the step's first row in the buffers of rows that pass by: of others, before their begin

@@ -87,8 +87,12 @@ struct RowBuffer {
 
 class Model {
  public:
-  // cosine, sine: [num_positions][head_size / 2]. Throws std::invalid_argument when a shape does not fit.
-  Model(ModelShape shape, ModelWeights weights, Floats cosine, Floats sine, const Kernels& kernels);
+  // Throws std::invalid_argument when a shape does not fit.
+  Model(ModelShape shape, ModelWeights weights, const Kernels& kernels);
+
+  // cosine, sine: [num_positions][head_size / 2], of all positions that can be computed from now on; before, there are
+  // none.
+  void set_angles(Floats cosine, Floats sine);
 
   // Runs all layers over the batch, writing the KV of every row into the pool before any row of that layer is attended.
   // The result stays in the model until the next step. Throws std::out_of_range when a token, a position or a block id
@@ -121,8 +125,8 @@ class Model {
 
   ModelShape shape_;
   ModelWeights weights_;
-  Floats cosine_, sine_;
   const Kernels& kernels_;
+  Floats cosine_, sine_;
 
   // Working memory, grown when a larger batch comes; rows padded as the kernels want them.
   int64_t capacity_ = 0, passing_capacity_ = 0, scratch_bytes_ = 0;

@@ -54,16 +54,16 @@ class SmallModel:
 
     def pack(self, *, compute: str, isa: str) -> Model:
         """Build the model of the kernels."""
-        return Model.make(
+        model = Model.make(
             {**self.shape, "compute": compute},
             [_packed_layer(layer, compute, isa) for layer in self.layers],
             embedding=_packed([self.embedding], compute, isa),
             head=_packed([self.head], compute, isa),
             final_norm=self.final_norm,
-            cosine=self.cosine,
-            sine=self.sine,
             isa=isa,
         )
+        model.set_angles(self.cosine, self.sine)
+        return model
 
 
 def _packed(parts: Sequence[Stored], compute: str, isa: str, *, is_interleaved: bool = False) -> Matrix:

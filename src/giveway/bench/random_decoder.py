@@ -87,18 +87,17 @@ class RandomDecoder:
         self._shape, self._compute, self._isa, self._num_threads = shape, compute, isa, num_threads
         self._embedding = self._matrix("Q8_0", shape.vocab_size, shape.hidden_size)
         self._layers = [self._layer() for _ in range(shape.num_layers)]
-        num_positions = max(batch.context for batch in batches)
-        angles = np.ones((num_positions, shape.head_size // 2), np.float32)
         self._model = Model.make(
             model_shape(shape, compute),
             self._layers,
             embedding=self._embedding,
             head=self._embedding,
             final_norm=np.ones(shape.hidden_size, np.float32),
-            cosine=angles * np.float32(0.8),
-            sine=angles * np.float32(0.6),
             isa=isa,
         )
+        num_positions = max(batch.context for batch in batches)
+        angles = np.ones((num_positions, shape.head_size // 2), np.float32)
+        self._model.set_angles(angles * np.float32(0.8), angles * np.float32(0.6))
         self._num_blocks = max(batch.num_blocks for batch in batches)
         self._pool = np.empty(self._num_blocks * self.block_bytes, np.uint8)
         self._pool[:] = 0  # written, so that it is memory: what was never written is read from one cached page of zeros

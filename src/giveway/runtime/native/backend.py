@@ -19,6 +19,7 @@ from giveway.runtime.native import COMPUTE_TYPES
 from giveway.runtime.native.kv_storage import NativeKVStorage
 from giveway.runtime.native.sampler import BatchSampler
 from giveway.runtime.native.weights import load_model
+from giveway.runtime.rope import make_rope_angles
 from giveway.runtime.weights.checkpoint import Checkpoint
 
 # Logits are computed for the rows that are sampled; more at once than this come only from prompt log-probabilities.
@@ -98,6 +99,8 @@ class NativeBackend:
             block_bytes=self._model.kv_block_bytes(block_size),
             num_threads=self._num_threads,
         )
+        angles = make_rope_angles(self._config, self._num_positions(self._storage))
+        self._model.set_angles(angles.cosine, angles.sine)
 
     def forward(self, batch: Sequence[BatchSequence]) -> list[SequenceResult]:
         """Write the KV of the batch, attend, and sample where asked; see Backend.forward."""
@@ -150,6 +153,10 @@ class NativeBackend:
             raise InvariantError("the backend was used before allocate()")
         return self._model, self._storage
 
+    def _num_positions(self, storage: NativeKVStorage) -> int:
+        """Positions that a request may have: none is longer than the pool."""
+        return min(self._config.max_positions, storage.num_device_blocks * storage.block_size)
+
     def _run(self, model: Model, storage: NativeKVStorage, batch: Sequence[BatchSequence]) -> list[int]:
         """Compute a batch; returns the first row of each sequence."""
         counts = [len(sequence.token_ids) for sequence in batch]
@@ -174,7 +181,7 @@ class NativeBackend:
             check_batch(
                 batch,
                 vocab_size=self.vocab_size,
-                num_positions=min(self._config.max_positions, storage.num_device_blocks * storage.block_size),
+                num_positions=self._num_positions(storage),
                 num_blocks=storage.num_device_blocks,
                 block_size=storage.block_size,
             )

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from giveway_kernels import Matrix, Model
 
 from giveway.runtime.model_config import ModelConfig
-from giveway.runtime.rope import make_rope_angles
 from giveway.runtime.weights.checkpoint import Checkpoint
 from giveway.runtime.weights.dequantize import dequantize
 
@@ -66,19 +65,17 @@ class _Packer:
 def load_model(checkpoint: Checkpoint, *, compute: str, num_threads: int) -> Model:
     """Pack a checkpoint for the instruction set chosen on this machine. compute: "f32" or "bf16".
 
-    Peak memory is the packed weights and one tensor: no second copy of the model exists at any time.
+    It has no angles yet: how many positions need some is known with the pool. Peak memory is the packed weights and one
+    tensor: no second copy of the model exists at any time.
     """
     packer, config = _Packer(checkpoint, compute, num_threads), checkpoint.config
     embedding = packer.matrix(["model.embed_tokens.weight"])
-    angles = make_rope_angles(config, config.max_positions)
     return Model.make(
         model_shape(config, compute),
         [packer.layer(index) for index in range(config.num_layers)],
         embedding=embedding,
         head=embedding if config.tied_embeddings else packer.matrix(["lm_head.weight"]),
         final_norm=packer.vector("model.norm.weight"),
-        cosine=angles.cosine,
-        sine=angles.sine,
     )
 
 
