@@ -38,6 +38,12 @@ class Matrix:
     def encoding(self) -> str: ...
 
 class Model:
+    """Calls of several threads wait for each other.
+
+    Logits are those of the last step, whoever ran it: who wants those of his own step keeps others from running one in
+    between.
+    """
+
     @staticmethod
     def make(
         shape: dict[str, Any],

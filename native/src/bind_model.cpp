@@ -157,7 +157,10 @@ void logits(Model& model, const InArray<int64_t, 1>& rows, const OutArray<float,
 }  // namespace
 
 void bind_model(nb::module_& m) {
-  nb::class_<Model>(m, "Model", "A decoder of the Llama family. One call computes a whole step.")
+  nb::class_<Model>(
+      m, "Model",
+      "A decoder of the Llama family. One call computes a whole step. Calls of several Python threads wait for each "
+      "other;\nwhoever wants the logits of a step keeps others from running one in between.")
       .def_static("make", &make_model, nb::arg("shape"), nb::arg("layers"), nb::kw_only(), nb::arg("embedding"),
                   nb::arg("head"), array_arg("final_norm"), nb::arg("isa") = "",
                   "shape: sizes by name; layers: a dict of matrices and float32 vectors each. isa: empty for the "

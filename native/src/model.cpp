@@ -109,6 +109,7 @@ Model::Model(ModelShape shape, ModelWeights weights, const Kernels& kernels)
 }
 
 void Model::set_angles(Floats cosine, Floats sine) {
+  const std::lock_guard lock(mutex_);
   cosine_ = std::move(cosine);
   sine_ = std::move(sine);
 }
@@ -471,6 +472,7 @@ class Model::Worker {
 };
 
 void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
+  const std::lock_guard lock(mutex_);
   check(batch, pool);
   if (batch.num_rows == 0) return;
   num_rows_ = 0;  // what the last step left is gone from here on
@@ -498,6 +500,7 @@ void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
 }
 
 void Model::logits(const std::vector<int64_t>& rows, float* out, int num_threads) {
+  const std::lock_guard lock(mutex_);
   for (int64_t row : rows)
     if (row < 0 || row >= num_rows_)
       throw std::out_of_range("row " + std::to_string(row) + " is not one of the " + std::to_string(num_rows_) +

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "kernels.h"
@@ -85,6 +86,7 @@ struct RowBuffer {
   std::byte* row(int64_t index) const { return memory.data() + index * row_bytes; }
 };
 
+// Calls of several threads wait for each other.
 class Model {
  public:
   // Throws std::invalid_argument when a shape does not fit.
@@ -126,6 +128,7 @@ class Model {
   ModelShape shape_;
   ModelWeights weights_;
   const Kernels& kernels_;
+  std::mutex mutex_;  // of all that follows
   Floats cosine_, sine_;
 
   // Working memory, grown when a larger batch comes; rows padded as the kernels want them.
