@@ -184,7 +184,7 @@ def test_the_native_backend_is_loaded_with_its_settings() -> None:
         assert backend.description.startswith(f"cpu, {dtype}, native ")
         assert backend.is_exact  # whatever was asked for
         backend.close()
-    with pytest.raises(ConfigError, match="num_threads is 0; at least 1 is needed"):
+    with pytest.raises(ConfigError, match="num_threads is 0; it must be from 1 to 1024"):
         load_backend(replace(CPU, num_threads=0), tiny_checkpoint())
     with pytest.raises(ConfigError, match="dtype is 'float16'; the native kernels compute in"):
         native.choose_dtype("float16")

@@ -43,6 +43,7 @@ from giveway.bench.random_decoder import BLOCK_SIZE, Batch, RandomDecoder, rando
 from giveway.core.errors import ConfigError
 from giveway.runtime.model_config import ModelConfig
 from giveway.runtime.native import COMPUTE_TYPES, choose_dtype
+from giveway.runtime.threads import check_num_threads
 
 _MIB = 1 << 20
 _BLOCKS_COPIED = 32  # 512 tokens
@@ -104,8 +105,7 @@ def choose_setting(*, isa: str | None = None, dtype: str = "auto", num_threads: 
 
     Raises ConfigError when the instruction set is unknown or cannot run here, or the kernels do not compute in dtype.
     """
-    if num_threads < 1:
-        raise ConfigError(f"num_threads is {num_threads}; at least 1 is needed")
+    check_num_threads(num_threads)
     why_not = dict(instruction_sets())
     usable = [name for name, reason in why_not.items() if not reason]
     isa = isa or usable[-1]

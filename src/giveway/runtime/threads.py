@@ -6,6 +6,12 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from giveway.core.errors import ConfigError
+
+# As many as the kernels take (native/src/checks.h). A process that asks for more threads than the system gives it ends
+# at once, without a word from us.
+_MOST_THREADS = 1024
+
 # OpenMP's threads wait for each other by spinning, by default for milliseconds. When another process wants the cores,
 # the thread that is waited for does not run meanwhile: a step of 20 ms was seen to take 500. Ten thousand turns, some
 # tens of microseconds, are as fast on a quiet machine and harmless on a busy one.
@@ -21,14 +27,32 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_TURNS)
 
 
-def default_num_threads(system: Path = Path("/sys")) -> int:
-    """Return OMP_NUM_THREADS where it is set, else the physical cores that this process and its container may use.
+def check_num_threads(num_threads: int | None) -> None:
+    """Raise ConfigError for a number of threads that no backend can have; None: for the number in OMP_NUM_THREADS."""
+    name, wanted = "num_threads", num_threads
+    if wanted is None:
+        name, wanted = "OMP_NUM_THREADS", _wanted_by_environment()
+    if wanted is not None and not 1 <= wanted <= _MOST_THREADS:
+        raise ConfigError(f"{name} is {wanted}; it must be from 1 to {_MOST_THREADS}")
 
-    Two threads on one core share its multiply-add units, so a second one adds waiting and no speed.
-    """
+
+def _wanted_by_environment() -> int | None:
+    """Return OMP_NUM_THREADS; None where it is not set, or no number above 0: OpenMP passes over it then."""
     with suppress(KeyError, ValueError):
         if (wanted := int(os.environ["OMP_NUM_THREADS"].split(",")[0])) > 0:
             return wanted
+    return None
+
+
+def default_num_threads(system: Path = Path("/sys")) -> int:
+    """Return OMP_NUM_THREADS where it is set, else the physical cores that this process and its container may use.
+
+    Two threads on one core share its multiply-add units, so a second one adds waiting and no speed. Raises ConfigError
+    when OMP_NUM_THREADS is more than any backend can have.
+    """
+    check_num_threads(None)
+    if (wanted := _wanted_by_environment()) is not None:
+        return wanted
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = set()
     for processor in usable:

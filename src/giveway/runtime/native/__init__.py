@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 from giveway.core.errors import ConfigError, MissingDependencyError
-from giveway.runtime.threads import default_num_threads, limit_spinning
+from giveway.runtime.threads import check_num_threads, default_num_threads, limit_spinning
 
 if TYPE_CHECKING:
     from giveway.runtime.model_config import ModelConfig
@@ -107,8 +107,7 @@ def load_backend(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: in
     """
     if reason := missing_reason():
         raise MissingDependencyError(f"the native backend cannot be used: {reason}")
-    if num_threads is not None and num_threads < 1:
-        raise ConfigError(f"num_threads is {num_threads}; at least 1 is needed")
+    check_num_threads(num_threads)
     from giveway.runtime.native.backend import NativeBackend
 
     return NativeBackend(checkpoint, dtype=choose_dtype(dtype), num_threads=num_threads or default_num_threads())

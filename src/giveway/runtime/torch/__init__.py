@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from giveway.core.errors import MissingDependencyError
-from giveway.runtime.threads import limit_spinning
+from giveway.runtime.threads import check_num_threads, limit_spinning
 
 if TYPE_CHECKING:
     from giveway.runtime.block_shape import BlockShape
@@ -40,9 +40,11 @@ def finds_cuda() -> bool:
 def make_swap_probe(shape: BlockShape, *, num_blocks: int, device: str) -> SwapProbe:
     """Return two pools of blocks to copy between, for `giveway bench swap`; the arguments are those of SwapProbe.
 
-    Raises MissingDependencyError without PyTorch, ConfigError when the device is absent or memory is short.
+    Raises MissingDependencyError without PyTorch, ConfigError when the device is absent, memory is short or
+    OMP_NUM_THREADS is absurd.
     """
     _check_installed()
+    check_num_threads(None)
     limit_spinning()
     from giveway.runtime.torch.swap_probe import SwapProbe
 

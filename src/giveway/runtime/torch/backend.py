@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from giveway.core.errors import ConfigError, DeviceFaultError, InvariantError
+from giveway.core.errors import DeviceFaultError, InvariantError
 from giveway.core.ids import DeviceBlockId, HostBlockId
 from giveway.runtime.backend import BatchSequence, MemoryPool, SampleInput, SequenceResult, TokenLogprobs
 from giveway.runtime.batch_checks import check_batch
@@ -23,6 +23,7 @@ from giveway.runtime.sampler import (
     not_finite_fault,
     token_logprobs,
 )
+from giveway.runtime.threads import check_num_threads
 from giveway.runtime.torch.attention import Attention, BucketAttention, Chunk, attend_in_pieces, make_attention_shape
 from giveway.runtime.torch.attention_fast import choose_fast_attention
 from giveway.runtime.torch.exact_ops import silu_times
@@ -52,9 +53,8 @@ class TorchBackend:
         answer is a function of its own tokens alone, bit for bit; None: on CPU yes, on CUDA no. num_threads: PyTorch's
         threads, for the whole process; None leaves them alone. Raises ConfigError, or what the checkpoint raises.
         """
+        check_num_threads(num_threads)
         if num_threads is not None:
-            if num_threads < 1:
-                raise ConfigError(f"num_threads is {num_threads}; at least 1 is needed")
             torch.set_num_threads(num_threads)
         self._config = checkpoint.config
         self._device = choose_device(device)
