@@ -126,7 +126,8 @@ def write(path: Path, architecture: str, change: dict[str, object], *, without: 
         if isinstance(value, str):
             writer.add_string(f"{architecture}.{name}", value)
         elif isinstance(value, int):
-            writer.add_uint32(f"{architecture}.{name}", value)
+            add = writer.add_uint32 if value >= 0 else writer.add_int32
+            add(f"{architecture}.{name}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{architecture}.{name}", value)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (40, 32), "output_norm.weight": (32,)}
@@ -149,6 +150,12 @@ def test_a_file_without_optional_keys_takes_their_defaults(tmp_path: Path) -> No
     assert config.sliding_window == 48
 
 
+def test_a_window_that_reaches_beyond_all_positions_is_none(tmp_path: Path) -> None:
+    for window, expected in ((0, None), (63, 63), (64, None), (2**31, None)):
+        path = write(tmp_path / f"{window}.gguf", "llama", {"attention.sliding_window": window, "context_length": 64})
+        assert GgufCheckpoint(path).config.sliding_window == expected
+
+
 REFUSED: dict[str, tuple[str, dict[str, object], type[Exception], str]] = {
     "architecture": ("mamba", {}, UnsupportedModelError, "'mamba' is not implemented; supported: llama"),
     "linear scaling": (
@@ -169,6 +176,7 @@ REFUSED: dict[str, tuple[str, dict[str, object], type[Exception], str]] = {
     "no heads": ("llama", {"attention.head_count": 0}, UnsupportedModelError, "num_heads is 0"),
     "uneven KV heads": ("llama", {"attention.head_count_kv": 3}, UnsupportedModelError, "cannot share 3 KV heads"),
     "epsilon": ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, ModelFileError, "not a positive number"),
+    "negative window": ("llama", {"attention.sliding_window": -5}, ModelFileError, "int '-5', not a whole number of"),
     "a billion layers": ("llama", {"block_count": 10**9}, ModelFileError, "block_count' is 1000000000"),
     "other inner size": (
         "llama",

@@ -115,6 +115,18 @@ def test_a_sliding_window_counts_where_the_family_uses_it() -> None:
     assert config(everywhere | {"layer_types": ["full_attention"] * 2}, qwen2).sliding_window is None
 
 
+def test_a_window_that_reaches_beyond_all_positions_is_none() -> None:
+    for window, expected in ((127, 127), (128, None), (2**63 - 1, None), (2**63, None), (2**70, None)):
+        found = config({"sliding_window": window, "max_position_embeddings": 128}, "MistralForCausalLM")
+        assert found.sliding_window == expected
+
+
+@pytest.mark.parametrize("window", [0, -1, 16.0, True, "16"])
+def test_a_window_that_is_no_number_of_positions_is_refused(window: object) -> None:
+    with pytest.raises(ModelFileError, match=r"sliding_window is .*; a positive whole number or null is needed"):
+        config({"sliding_window": window}, "MistralForCausalLM")
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "architecture": (
         {"architectures": ["FalconForCausalLM"]},
@@ -143,6 +155,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "factor is missing",
     ),
     "no positions": ({"max_position_embeddings": 0}, UnsupportedModelError, "max_positions is 0"),
+    "too many positions": ({"max_position_embeddings": 2**70}, UnsupportedModelError, "at most 1099511627776"),
     "odd head": ({"head_dim": 7}, UnsupportedModelError, "head size 7"),
 }
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from giveway.core.errors import UnsupportedModelError
 
+_MOST_POSITIONS = 2**40  # more is a mistake in a file, and some number of a backend would overflow
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -15,6 +17,11 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+def window_among(max_positions: int, window: int | None) -> int | None:
+    """Return a sliding window as it counts: None where no position is so far that it hides another."""
+    return window if window is not None and window < max_positions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,10 @@ class ModelConfig:
         for name in (*sizes, "max_positions"):
             if getattr(self, name) < 1:
                 raise UnsupportedModelError(f"model configuration: {name} is {getattr(self, name)}; at least 1 needed")
+        if self.max_positions > _MOST_POSITIONS:
+            raise UnsupportedModelError(
+                f"model configuration: max_positions is {self.max_positions}; at most {_MOST_POSITIONS} are possible"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"model configuration: {self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly"

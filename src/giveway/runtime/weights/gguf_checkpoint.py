@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from giveway.core.errors import ModelFileError, TensorMismatchError, UnsupportedModelError
-from giveway.runtime.model_config import ModelConfig
+from giveway.runtime.model_config import ModelConfig, window_among
 from giveway.runtime.weights.checkpoint import Encoding, RawTensor, check_tensor_shape
 from giveway.runtime.weights.dequantize import dequantize
 from giveway.runtime.weights.gguf_header import ByteView, GgufHeader, GgufTensor, read_gguf_header
@@ -147,6 +147,13 @@ class _Metadata:
             raise self._bad(name, value, "a positive number")
         return float(value)
 
+    def window(self) -> int | None:
+        """Positions of the sliding window; None if absent or 0."""
+        value = self.integer("attention.sliding_window", 0)
+        if value < 0:
+            raise self._bad("attention.sliding_window", value, "a whole number of positions")
+        return value or None
+
     def text(self, name: str) -> str | None:
         """Value of `<architecture>.<name>`, None if absent."""
         value = self.header.metadata.get(f"{self.architecture}.{name}")
@@ -165,6 +172,7 @@ def _model_config(metadata: _Metadata) -> ModelConfig:
     head_size = metadata.integer("attention.key_length", hidden // max(num_heads, 1))
     _check_rotary(metadata, head_size)
     query = tensors.get("blk.0.attn_q.weight")
+    max_positions = metadata.integer("context_length")
     return ModelConfig(
         architecture=metadata.architecture,
         vocab_size=_vocab_size(metadata),
@@ -174,7 +182,7 @@ def _model_config(metadata: _Metadata) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=metadata.integer("attention.head_count_kv", num_heads),
         head_size=head_size,
-        max_positions=metadata.integer("context_length"),
+        max_positions=max_positions,
         rms_norm_eps=metadata.number("attention.layer_norm_rms_epsilon"),
         rope_theta=metadata.number("rope.freq_base", 10_000.0),
         rope_freq_factors=_rope_freq_factors(metadata.header, head_size),
@@ -183,9 +191,7 @@ def _model_config(metadata: _Metadata) -> ModelConfig:
         o_bias="blk.0.attn_output.bias" in tensors,
         qk_norm=metadata.architecture == "qwen3",
         # Only Mistral's converters mean it: qwen2 files may carry a window that the model was told not to use.
-        sliding_window=(metadata.integer("attention.sliding_window", 0) or None)
-        if metadata.architecture == "llama"
-        else None,
+        sliding_window=window_among(max_positions, metadata.window()) if metadata.architecture == "llama" else None,
         dtype=_DTYPES.get(query.type_name, "float32") if query else "float32",
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from giveway.core.errors import ModelFileError, UnsupportedModelError
-from giveway.runtime.model_config import ModelConfig, RopeScaling
+from giveway.runtime.model_config import ModelConfig, RopeScaling, window_among
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -46,6 +46,7 @@ class _HfConfig:
     def model_config(self) -> ModelConfig:
         self._refuse_unsupported_options()
         hidden, num_heads = self._integer("hidden_size"), self._integer("num_attention_heads")
+        max_positions = self._integer("max_position_embeddings", _DEFAULT_MAX_POSITIONS[self._family])
         rope = self._rope()
         attention_bias = self._family in ("llama", "qwen3") and self._flag("attention_bias")
         return ModelConfig(
@@ -57,7 +58,7 @@ class _HfConfig:
             num_heads=num_heads,
             num_kv_heads=self._integer("num_key_value_heads", num_heads),
             head_size=self._integer("head_dim", 128 if self._family == "qwen3" else hidden // max(num_heads, 1)),
-            max_positions=self._integer("max_position_embeddings", _DEFAULT_MAX_POSITIONS[self._family]),
+            max_positions=max_positions,
             rms_norm_eps=self._number("rms_norm_eps", 1e-6),
             rope_theta=_positive(rope, "rope_theta", 10_000.0, self._path),
             rope_scaling=self._rope_scaling(rope),
@@ -65,7 +66,7 @@ class _HfConfig:
             qkv_bias=attention_bias or self._family == "qwen2",
             o_bias=attention_bias,
             qk_norm=self._family == "qwen3",
-            sliding_window=self._sliding_window(),
+            sliding_window=window_among(max_positions, self._sliding_window()),
             dtype=self._dtype(),
         )
 
