@@ -145,6 +145,39 @@ def test_a_signal_ends_the_process_in_order(name: str, tmp_path: Path) -> None:
         assert server.wait(ANY_TIME_S) == 0
 
 
+def test_two_signals_within_milliseconds_do_not_cut_off_what_is_in_progress() -> None:
+    # `timeout` sends SIGTERM to the process and then to its group.
+    with running(step_s=0.005) as server:
+        streamed = open_request(server, {"prompt": [1], "max_tokens": 200, "ignore_eos": True, "stream": True})
+        wait_until(lambda: states(server) == [RequestState.RUNNING], "it is not served")
+
+        def signal_twice() -> None:
+            server.server.lifecycle.take_signal()
+            server.server.lifecycle.take_signal()
+
+        server.loop.call_soon_threadsafe(signal_twice)
+        assert b"[DONE]" in read_all(streamed)
+        streamed.close()
+        server.wait()
+        assert server.exit_code == 0
+
+
+def test_a_second_signal_that_comes_later_ends_what_is_in_progress_at_once() -> None:
+    with running(step_s=0.005) as server:
+        streamed = open_request(server, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True, "stream": True})
+        wait_until(lambda: states(server) == [RequestState.RUNNING], "it is not served")
+
+        def signal_twice() -> None:
+            server.server.lifecycle.take_signal()
+            server.loop.call_later(0.6, server.server.lifecycle.take_signal)
+
+        server.loop.call_soon_threadsafe(signal_twice)
+        assert b'"code":"shutting_down"' in read_all(streamed)
+        streamed.close()
+        server.wait()
+        assert server.exit_code == 0
+
+
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     with process("--device", "dry", directory=tmp_path / "a") as (_, url):
         port = url.rpartition(":")[2]

@@ -29,6 +29,7 @@ HEAD_TIMEOUT_S = 30.0  # for the head of a request, and for a connection that sa
 _LAST_WORDS_S = 2.0  # for telling clients that their requests were ended
 _CONNECTIONS_S = 5.0  # for connections to close
 _LOOK_S = 0.2  # how often the engine and the drain are looked at
+_SAME_SIGNAL_S = 0.5  # `timeout` signals the process and its group: one wish, told twice
 
 
 class Jobs(Protocol):
@@ -153,6 +154,7 @@ class Lifecycle:
         self._drain_timeout_s = drain_timeout_s
         self._is_ending = asyncio.Event()
         self._is_hurried = asyncio.Event()
+        self._first_signal_s: float | None = None  # of the loop's clock
         self._server = _HttpServer(
             uvicorn.Config(
                 app,
@@ -198,10 +200,19 @@ class Lifecycle:
             self._is_hurried.set()
         self._is_ending.set()
 
+    def take_signal(self) -> None:
+        """End as `end` does; a second signal that comes with the first is the same one told twice."""
+        now_s = asyncio.get_running_loop().time()
+        if self._first_signal_s is None:
+            self._first_signal_s = now_s
+        elif now_s - self._first_signal_s < _SAME_SIGNAL_S:
+            return
+        self.end()
+
     def _signals(self) -> AbstractContextManager[None]:
         if threading.current_thread() is not threading.main_thread():
             return contextlib.nullcontext()  # signals reach the main thread alone
-        return _handling((signal.SIGTERM, signal.SIGINT), self.end)
+        return _handling((signal.SIGTERM, signal.SIGINT), self.take_signal)
 
     async def _until_end(self, serving: asyncio.Future[Any]) -> int:
         while not self._is_ending.is_set():
