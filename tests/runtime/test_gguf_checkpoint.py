@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,8 +95,20 @@ def test_rotary_divisors_of_llama_3_are_read_from_their_tensor(tmp_path: Path) -
     assert config.rope_scaling is None
 
 
-def test_the_embedded_model_has_the_geometry_of_smollm2() -> None:
+def test_layers_beyond_the_count_of_the_file_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write_hf_checkpoint(tmp_path / "hf", "llama", tied=True, rope_llama3=True)
+    GgufCheckpoint(write_gguf_checkpoint(directory, tmp_path / "whole.gguf", encoding=Encoding.F32))
+    assert not caplog.records  # nor are the divisors of the angles
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
+    GgufCheckpoint(write_gguf_checkpoint(directory, tmp_path / "m.gguf", encoding=Encoding.F32))
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "does not ask for 9 of 21 stored tensors, which are not used: 'blk.1." in told
+
+
+def test_the_embedded_model_has_the_geometry_of_smollm2(caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = GgufCheckpoint(embedded_model_path())
+    assert not caplog.records
     config = checkpoint.config
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_size) == (30, 9, 3, 64)
     assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (576, 1536, 49152)

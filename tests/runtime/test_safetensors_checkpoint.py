@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from giveway.core.errors import (
     ModelError,
@@ -291,3 +291,41 @@ def test_an_encoding_that_is_not_implemented_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"dtype":"F32"', b'"dtype":"I32"'))
     with pytest.raises(UnsupportedModelError, match="is stored as I32; supported: F32, F16, BF16"):
         SafetensorsCheckpoint(tmp_path)
+
+
+def warnings_of(directory: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    SafetensorsCheckpoint(directory)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_stored_weights_that_the_configuration_does_not_ask_for_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_hf_checkpoint(tmp_path, "llama", tied=True)
+    assert warnings_of(tmp_path, caplog) == []
+    weights = tmp_path / "model.safetensors"
+    stored = load_file(weights)
+    save_file(stored | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, weights)
+    (told,) = warnings_of(tmp_path, caplog)
+    assert told.startswith(f"{tmp_path}: the model's configuration does not ask for 1 of {len(stored) + 1} stored ")
+    assert "not used: 'model.layers.0.self_attn.q_proj.bias'; " in told
+    save_file(stored, weights)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
+    (told,) = warnings_of(tmp_path, caplog)
+    assert f"does not ask for 9 of {len(stored)} stored tensors" in told
+    assert told.count("'model.layers.1.") == 3
+    assert ", ...; if they" in told
+
+
+def test_stored_tensors_that_are_no_weights_of_their_own_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_hf_checkpoint(tmp_path, "llama", tied=True)
+    weights = tmp_path / "model.safetensors"
+    stored = load_file(weights)
+    copy = {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}
+    angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(stored | copy | angles, weights)
+    assert warnings_of(tmp_path, caplog) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,6 +14,12 @@ import numpy.typing as npt
 
 from giveway.core.errors import TensorMismatchError
 from giveway.runtime.model_config import ModelConfig
+
+logger = logging.getLogger("giveway")
+
+# Angles that some files keep are computed here, and a head beside tied embeddings is a copy of them.
+_NO_WEIGHTS = ("rotary_emb.inv_freq", "rope_freqs.weight", ".attn_rot_embd.weight", "lm_head.weight")
+_SHOWN_NAMES = 3
 
 
 class Encoding(Enum):
@@ -66,4 +74,22 @@ def check_tensor_shape(name: str, *, found: tuple[int, ...], wanted: tuple[int, 
         raise TensorMismatchError(
             f"{file}: tensor {name!r} has shape {list(found)}, but the model's configuration needs {list(wanted)}; "
             "the weights belong to another configuration"
+        )
+
+
+def warn_of_unused_tensors(stored: Collection[str], used: Collection[str], *, file: Path) -> None:
+    """Log one warning if a file holds weights that the model's configuration does not ask for.
+
+    stored, used: names as the file has them; those that are no weights of their own are passed over.
+    """
+    unused = [name for name in stored if name not in used and not name.endswith(_NO_WEIGHTS)]
+    if unused:
+        shown = ", ".join(map(repr, unused[:_SHOWN_NAMES])) + (", ..." if len(unused) > _SHOWN_NAMES else "")
+        logger.warning(
+            "%s: the model's configuration does not ask for %d of %d stored tensors, which are not used: %s; if they "
+            "belong to the model, its answers will be wrong",
+            file,
+            len(unused),
+            len(stored),
+            shown,
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from giveway.core.errors import ModelFileError, TensorMismatchError, UnsupportedModelError
 from giveway.runtime.model_config import ModelConfig, window_among
-from giveway.runtime.weights.checkpoint import Encoding, RawTensor, check_tensor_shape
+from giveway.runtime.weights.checkpoint import Encoding, RawTensor, check_tensor_shape, warn_of_unused_tensors
 from giveway.runtime.weights.dequantize import dequantize
 from giveway.runtime.weights.gguf_header import ByteView, GgufHeader, GgufTensor, read_gguf_header
 
@@ -52,10 +52,12 @@ class GgufCheckpoint:
         self._header = read_gguf_header(path)
         self._metadata = _Metadata(self._header)
         self._config = _model_config(self._metadata)
-        for name, wanted in self._config.tensor_shapes().items():
+        shapes = self._config.tensor_shapes()
+        for name, wanted in shapes.items():
             found = self._find(name)
             check_tensor_shape(name, found=found.shape, wanted=wanted, file=path)
             self._header.rows(found)
+        warn_of_unused_tensors(self._header.tensors, {gguf_tensor_name(name) for name in shapes}, file=path)
 
     @property
     def config(self) -> ModelConfig:

@@ -20,7 +20,7 @@ import numpy as np
 from giveway.core.errors import ModelFileError, ModelNotFoundError, TensorMismatchError, UnsupportedModelError
 from giveway.runtime.json_file import parse_json_object, read_json_object
 from giveway.runtime.model_config import ModelConfig
-from giveway.runtime.weights.checkpoint import Encoding, RawTensor, check_tensor_shape
+from giveway.runtime.weights.checkpoint import Encoding, RawTensor, check_tensor_shape, warn_of_unused_tensors
 from giveway.runtime.weights.gguf_header import ByteView
 from giveway.runtime.weights.hf_config import model_config_from_json
 from giveway.runtime.weights.mapped_file import map_file
@@ -71,9 +71,11 @@ class SafetensorsCheckpoint:
         self._config = model_config_from_json(read_json_object(config_path), path=config_path)
         self._files = _open_files(directory)
         self._check_layer_count()
-        for name, wanted in self._config.tensor_shapes().items():
+        shapes = self._config.tensor_shapes()
+        for name, wanted in shapes.items():
             file, stored, _ = self._locate(name)
             check_tensor_shape(name, found=stored.shape, wanted=wanted, file=file.path)
+        warn_of_unused_tensors(self._files, shapes, file=directory)
 
     @property
     def config(self) -> ModelConfig:
