@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from giveway.core.errors import UnsupportedModelError
 from giveway.runtime import rope
 from giveway.runtime.model_config import ModelConfig, RopeScaling
 from giveway.runtime.rope import inverse_frequencies, make_rope_angles
@@ -59,6 +60,19 @@ def test_divisors_of_a_file_are_applied_as_they_stand() -> None:
     divisors = tuple(float(number) for number in range(1, 9))
     wanted = replace(config(16, 1e4), rope_freq_factors=divisors)
     assert (inverse_frequencies(wanted) == inverse_frequencies(config(16, 1e4)) / np.array(divisors, np.float32)).all()
+
+
+@pytest.mark.parametrize("theta", [1e300, 1e-300])
+def test_a_base_that_gives_no_finite_angles_is_refused_in_one_line(theta: float) -> None:
+    # Warnings are errors here: numpy's own would come first.
+    with pytest.raises(UnsupportedModelError, match=f"rope_theta {theta:g}".replace("+", r"\+") + " rotary angles"):
+        make_rope_angles(config(16, theta), 10)
+
+
+def test_scaling_that_gives_no_finite_angles_is_refused_too() -> None:
+    for factors in ((1e-45, *[1.0] * 7), (1e39, *[1.0] * 7)):
+        with pytest.raises(UnsupportedModelError, match="rope_theta 10000 and its scaling rotary angles"):
+            make_rope_angles(replace(config(16, 1e4), rope_freq_factors=factors), 10)
 
 
 def test_cosine_and_sine_are_rounded_once_from_the_rounded_angle() -> None:

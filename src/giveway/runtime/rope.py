@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from giveway.core.errors import UnsupportedModelError
 from giveway.runtime.model_config import ModelConfig, RopeScaling
 
 _Floats = npt.NDArray[np.float32]
@@ -29,8 +30,21 @@ def inverse_frequencies(config: ModelConfig) -> _Floats:
 
     Rounded to float32 after each operation, as Hugging Face's models do it: a frequency that is off by its last digit
     turns the ten-thousandth position by a thousandth of a radian.
+    Raises UnsupportedModelError if a pair would not turn at all, or by an angle that is not finite.
     Source: RoFormer (Su et al., 2021), equation 15; the stretching of the low frequencies as in Llama 3.1's release.
     """
+    with np.errstate(all="ignore"):  # what comes of it is looked at
+        frequencies = _frequencies(config)
+        farthest = frequencies * np.float32(config.max_positions)
+    if not ((frequencies > 0) & np.isfinite(farthest)).all():
+        scaled = "" if config.rope_scaling is None and config.rope_freq_factors is None else " and its scaling"
+        raise UnsupportedModelError(
+            f"model configuration: with rope_theta {config.rope_theta:g}{scaled} rotary angles are zero or not finite"
+        )
+    return frequencies
+
+
+def _frequencies(config: ModelConfig) -> _Floats:
     exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
     powers = np.power(np.float64(config.rope_theta), exponents.astype(np.float64))
     frequencies = _ONE / powers.astype(np.float32)
