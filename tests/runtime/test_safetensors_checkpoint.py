@@ -133,7 +133,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedModelError,
         "FalconForCausalLM is not implemented",
     ),
-    "no architecture": ({"architectures": "absent"}, UnsupportedModelError, "model_type None"),
+    "no architecture": ({"architectures": "absent"}, UnsupportedModelError, "model_type None is not enough"),
+    "architecture is null": (
+        {"architectures": None, "model_type": "llama"},
+        UnsupportedModelError,
+        "architectures names no model, and model_type 'llama' is not enough",
+    ),
     "MLP bias": ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias is True"),
     "activation": ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act is 'gelu'"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "is 'gptq'"),

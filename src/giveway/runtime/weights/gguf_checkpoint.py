@@ -171,13 +171,14 @@ class _Metadata:
 def _model_config(metadata: _Metadata) -> ModelConfig:
     tensors = metadata.header.tensors
     hidden, num_heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
-    head_size = metadata.integer("attention.key_length", hidden // max(num_heads, 1))
+    vocab_size = _vocab_size(metadata, hidden)
+    head_size = _head_size(metadata, hidden, num_heads)
     _check_rotary(metadata, head_size)
     query = tensors.get("blk.0.attn_q.weight")
     max_positions = metadata.integer("context_length")
     return ModelConfig(
         architecture=metadata.architecture,
-        vocab_size=_vocab_size(metadata),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=metadata.integer("feed_forward_length"),
         num_layers=_num_layers(metadata),
@@ -209,14 +210,33 @@ def _num_layers(metadata: _Metadata) -> int:
     return claimed
 
 
-def _vocab_size(metadata: _Metadata) -> int:
+def _vocab_size(metadata: _Metadata, hidden: int) -> int:
     embedding = metadata.header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         shape = "missing" if embedding is None else f"of shape {list(embedding.shape)}"
         raise TensorMismatchError(
             f"{metadata.header.path}: tensor 'token_embd.weight' is {shape}, wanted [vocabulary, hidden]"
         )
-    return embedding.shape[0]
+    vocab_size, row_size = embedding.shape
+    if row_size != hidden:
+        raise TensorMismatchError(
+            f"{metadata.header.path}: '{metadata.architecture}.embedding_length' is {hidden}, but the rows of tensor "
+            f"'token_embd.weight' have {row_size} elements"
+        )
+    return vocab_size
+
+
+def _head_size(metadata: _Metadata, hidden: int, num_heads: int) -> int:
+    """Elements of a head: what the file says, or what the hidden size has for each head."""
+    architecture = metadata.architecture
+    if f"{architecture}.attention.key_length" in metadata.header.metadata:
+        return metadata.integer("attention.key_length")
+    if num_heads < 1 or hidden % num_heads:
+        raise ModelFileError(
+            f"{metadata.header.path}: '{architecture}.attention.head_count' is {num_heads}, which does not divide "
+            f"'{architecture}.embedding_length', {hidden}, evenly"
+        )
+    return hidden // num_heads
 
 
 def _check_rotary(metadata: _Metadata, head_size: int) -> None:
@@ -227,7 +247,8 @@ def _check_rotary(metadata: _Metadata, head_size: int) -> None:
     rotated = metadata.integer("rope.dimension_count", head_size)
     if rotated != head_size:
         raise UnsupportedModelError(
-            f"{path}: '{architecture}.rope.dimension_count' is {rotated}; only whole heads ({head_size})"
+            f"{path}: '{architecture}.rope.dimension_count' is {rotated}; only whole heads can be rotated, and one has "
+            f"{head_size} elements (key_length, or embedding_length over head_count)"
         )
     scaling = metadata.text("rope.scaling.type")
     if scaling not in (None, "none"):

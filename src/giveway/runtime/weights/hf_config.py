@@ -76,9 +76,14 @@ class _HfConfig:
         for name in names:
             if isinstance(name, str) and name in _FAMILIES:
                 return _FAMILIES[name]
-        found = ", ".join(map(str, names)) or f"model_type {self._values.get('model_type')!r}"
+        if not names:
+            raise UnsupportedModelError(
+                f"{self._path}: architectures names no model, and model_type {self._values.get('model_type')!r} is not "
+                f"enough; supported: {', '.join(_FAMILIES)}"
+            )
         raise UnsupportedModelError(
-            f"{self._path}: architecture {found} is not implemented; supported: {', '.join(_FAMILIES)}"
+            f"{self._path}: architecture {', '.join(map(str, names))} is not implemented; supported: "
+            f"{', '.join(_FAMILIES)}"
         )
 
     def _refuse_unsupported_options(self) -> None:
