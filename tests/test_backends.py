@@ -174,7 +174,26 @@ def test_kernels_that_cannot_be_loaded_are_told_as_such(tmp_path: Path) -> None:
 def test_an_instruction_set_that_cannot_run_here_is_told_as_such() -> None:
     code = "from giveway.runtime import native; print(native.missing_reason())"
     assert run(code, GIVEWAY_KERNELS_ISA="none").stdout.startswith("GIVEWAY_KERNELS_ISA names what cannot run here: ")
-    assert run(code, GIVEWAY_KERNELS_ISA="scalar").stdout == "None\n"
+    for name in ("scalar", "Scalar", ""):
+        assert run(code, GIVEWAY_KERNELS_ISA=name).stdout == "None\n"
+
+
+@needs_kernels
+def test_a_forced_instruction_set_that_cannot_run_here_does_not_move_the_model_to_pytorch() -> None:
+    code = "from giveway.cli.__main__ import main; raise SystemExit(main(['generate', '-m', 'tiny', 'Hello']))"
+    done = run(code, GIVEWAY_KERNELS_ISA="sse")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: GIVEWAY_KERNELS_ISA names what cannot run here: no instruction set is called")
+    assert done.stderr.endswith("Or set --backend torch.\n")
+
+
+def test_without_the_kernels_a_forced_instruction_set_stops_nobody(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Goal: the same environment serves machines with a compiler and without.
+    monkeypatch.setenv("GIVEWAY_KERNELS_ISA", "avx2")
+    machine(kernels=False)
+    assert chosen(CPU).name is BackendName.TORCH
 
 
 @needs_kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,7 +36,8 @@ class BackendChoice:
 def choose_backend(options: EngineOptions, config: ModelConfig) -> BackendChoice:
     """Choose the backend for a model.
 
-    Raises ConfigError or MissingDependencyError when the one that was asked for by name cannot be had, or none can.
+    Raises ConfigError or MissingDependencyError when the one that was asked for by name cannot be had, when the
+    instruction set that GIVEWAY_KERNELS_ISA forces cannot, or when no backend can.
     """
     if options.backend == BackendName.TORCH.value:
         return BackendChoice(BackendName.TORCH, "asked for by name")
@@ -49,6 +51,8 @@ def choose_backend(options: EngineOptions, config: ModelConfig) -> BackendChoice
             BackendName.TORCH, "there is a CUDA device, and the native kernels compute on the CPU only"
         )
     missing = native.missing_reason()
+    if missing and native.is_installed() and os.environ.get("GIVEWAY_KERNELS_ISA"):
+        raise ConfigError(f"{missing}. Or set --backend torch.")  # whoever forces a set wants no other backend
     reason = missing or native.unsupported_reason(config, options)
     if reason is None and torch.is_installed() and native.is_slow_here():
         reason = "the processor lacks AVX2, without which the native kernels are slow; --backend native chooses them"

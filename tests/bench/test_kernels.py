@@ -103,7 +103,7 @@ def test_the_bytes_of_a_step_are_its_weights_and_its_kv() -> None:
 def test_the_default_is_the_fastest_set_with_the_type_that_suits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "instruction_sets", lambda: [("scalar", ""), ("avx512", ""), ("amx", "no tiles")])
     assert choose_setting(num_threads=2) == Setting("avx512", "f32", 2)
-    assert choose_setting(isa="scalar", dtype="bfloat16", num_threads=1) == Setting("scalar", "bf16", 1)
+    assert choose_setting(isa="Scalar", dtype="bfloat16", num_threads=1) == Setting("scalar", "bf16", 1)
     with pytest.raises(ConfigError, match=r"isa is 'amx': no tiles\. This machine runs scalar, avx512"):
         choose_setting(isa="amx", num_threads=1)
     with pytest.raises(ConfigError, match="isa is 'mmx': there is no such instruction set"):

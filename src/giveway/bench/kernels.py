@@ -108,7 +108,7 @@ def choose_setting(*, isa: str | None = None, dtype: str = "auto", num_threads: 
     check_num_threads(num_threads)
     why_not = dict(instruction_sets())
     usable = [name for name, reason in why_not.items() if not reason]
-    isa = isa or usable[-1]
+    isa = isa.lower() if isa else usable[-1]
     if isa not in usable:
         reason = why_not.get(isa, "there is no such instruction set")
         raise ConfigError(f"isa is {isa!r}: {reason}. This machine runs {', '.join(usable)}.")
