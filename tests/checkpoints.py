@@ -44,8 +44,11 @@ def write_hf_checkpoint(
     seed: int = 0,
     sliding_window: int | None = None,
     dtype: torch.dtype = torch.float32,
+    vocab_size: int = VOCAB_SIZE,
 ) -> Path:
     """Write config.json, safetensors (in `shards` files), tokenizer and generation_config.json into `path`.
+
+    vocab_size: of the model; the tokenizer has at most VOCAB_SIZE.
 
     Geometry: hidden 64, 2 layers, 4 heads, 2 KV heads, head 16 (qwen3: 32, so that heads * head != hidden), inner 128.
     """
@@ -57,7 +60,7 @@ def write_hf_checkpoint(
         rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 64
     settings: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,

@@ -67,6 +67,11 @@ class Model:
     defaults: Defaults
     chat_template_source: str | None = None  # as the model's files have it; None: it has no chat template
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids that prompts may hold: whatever the model can generate can be handed in again, also without a text."""
+        return max(self.backend.vocab_size, self.tokenizer.vocab_size)
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -123,6 +128,7 @@ def build_on(model: Model, options: EngineOptions, clock: Clock | None = None) -
         scheduler_config,
         cache,
         eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
         defaults=Defaults(model.defaults.temperature, model.defaults.top_p, options.default_priority),
         seed=options.seed,
         compile_constraint=GrammarCompiler(model.tokenizer, model.eos_token_ids),

@@ -220,6 +220,7 @@ def _served_model(built: BuiltEngine, names: Sequence[str]) -> ServedModel:
         names=tuple(names) or (model.name,),
         root=model.name,
         tokenizer=model.tokenizer,
+        vocab_size=model.vocab_size,
         encode_chat=model.encode_chat,
         tool_format=tool_format,
         tool_marker_id=None if tool_format is None else special_marker_of(tool_format, model.tokenizer),

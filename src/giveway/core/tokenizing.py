@@ -40,7 +40,7 @@ class Tokenizing(Protocol):
         """
 
     def decode(self, ids: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence of ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of a whole sequence of ids; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
 
     def token_bytes(self, token_id: TokenId) -> bytes:
         """Exact bytes that one token adds to a text; an id without a token adds none.

@@ -92,12 +92,18 @@ class Intake:
         cache: CacheConfig,
         *,
         eos_token_ids: frozenset[TokenId],
+        vocab_size: int | None = None,
         defaults: Defaults | None = None,
         seed: int | None = None,
         compile_constraint: ConstraintCompiler | None = None,
     ) -> None:
-        """Make the intake of a model. compile_constraint: None if the text of an answer cannot be given a form."""
+        """Make the intake of a model.
+
+        vocab_size: how many ids a prompt may hold; a model may know, and so generate, more than the tokenizer has.
+        None: those of the tokenizer. compile_constraint: None if the text of an answer cannot be given a form.
+        """
         self._tokenizer = tokenizer
+        self._vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         # A request fills at most this many positions; the last token is never stored.
         self._max_tokens_in_all = min(scheduler.max_model_len, cache.num_device_slots + 1)
         self._eos_token_ids = eos_token_ids
@@ -151,7 +157,7 @@ class Intake:
             raise InvalidRequestError(
                 f"request {request_id!r}: a prompt is text or a list of token ids, not {type(prompt).__name__}"
             )
-        limit = self._tokenizer.vocab_size
+        limit = self._vocab_size
         token_ids = []
         for token in prompt:
             number = _whole_number(token)
@@ -200,7 +206,7 @@ class Intake:
         return secrets.randbits(64) if self._seeds is None else self._seeds.getrandbits(64)
 
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[TokenId]:
-        vocab_size = self._tokenizer.vocab_size
+        vocab_size = self._vocab_size
         for field, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
             for token in tokens:
                 if token >= vocab_size:

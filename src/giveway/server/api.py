@@ -365,7 +365,7 @@ class Api:
         self._check_model(body.model)
         if len(body.tokens) > max(self.model.max_model_len, MAX_DETOKENIZED):
             raise ApiError(400, f"tokens has {len(body.tokens)} ids; no text here has so many", param="tokens")
-        vocab_size = self.model.tokenizer.vocab_size
+        vocab_size = self.model.vocab_size
         for token in body.tokens:
             if not 0 <= token < vocab_size:
                 raise ApiError(400, f"tokens: {token} is not an id from 0 to {vocab_size - 1}", param="tokens")

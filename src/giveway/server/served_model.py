@@ -26,6 +26,7 @@ class ServedModel:
     names: tuple[str, ...]  # the first is the one that answers bear
     root: str  # what the model's makers call it
     tokenizer: Tokenizing
+    vocab_size: int  # ids that prompts may hold; those that the tokenizer lacks have no text
     encode_chat: ChatEncoding
     tool_format: ToolFormat | None  # None: its template takes no tools
     tool_marker_id: TokenId | None  # the control token that announces a call; None: it is ordinary text
