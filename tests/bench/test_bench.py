@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from giveway.bench.exact import bench_exact
+from giveway.bench.exact import QUICK, Sizes, bench_exact
 from giveway.bench.loop import bench_loop
 from giveway.bench.measure import sample
 from giveway.bench.scheduler import bench_scheduler
@@ -24,7 +24,8 @@ def test_a_sample_is_its_median_and_half_its_width() -> None:
 
 
 def test_the_cost_of_exactness_is_measured_on_both_kinds_of_engine() -> None:
-    report = bench_exact(EngineOptions(model="tiny", device="cpu"), num_rounds=1, num_steps=4)
+    sizes = Sizes(num_rounds=1, num_steps=4)
+    report = bench_exact(EngineOptions(model="tiny", device="cpu"), sizes=sizes)
     assert [row["work"] for row in report.rows] == [
         "decode, batch 1",
         "decode, batch 8",
@@ -34,6 +35,14 @@ def test_the_cost_of_exactness_is_measured_on_both_kinds_of_engine() -> None:
     assert all(row["exact_tok_s"] > 0 and row["fast_tok_s"] > 0 for row in report.rows)
     assert "not exact" in report.settings["fast"]
     assert "not exact" not in report.settings["exact"]
+
+
+def test_the_quick_measure_of_exactness_has_few_enough_tokens_for_slow_cores() -> None:
+    # It took two minutes of computing: prompts of 256 tokens for sixteen requests, again in every round.
+    report = bench_exact(EngineOptions(model="tiny", device="cpu"), sizes=QUICK)
+    assert [row["work"] for row in report.rows] == ["decode, batch 1", "decode, batch 8", "prefill of 128"]
+    num_prefilled = sum(QUICK.batches) * QUICK.context_tokens + QUICK.prefill_tokens
+    assert num_prefilled * 2 * (1 + QUICK.num_rounds) < 3000
 
 
 def test_start_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from giveway.bench import tax
 from giveway.bench.tax import ANY_POLICY, POLICIES, Storm, bench_tax
 from giveway.core.errors import ConfigError
 from giveway.options import EngineOptions
@@ -45,6 +46,18 @@ def test_swapping_computes_nothing_twice_and_recomputing_does() -> None:
         assert found[name]["computed_tokens"] == need + found[name]["recomputed_tokens"]
         assert found[name]["tax"] == found[name]["recomputed_tokens"] / found[name]["computed_tokens"] > 0
         assert found[name]["swapped_bytes"] == 0
+
+
+def test_the_quick_storm_is_small_and_still_makes_somebody_give_way() -> None:
+    # It took more than a minute: 480 steps of the real model.
+    rows = bench_tax(
+        TINY, storm=tax.QUARTER, scaled=tax.SCALED_QUICK, shares=tax.QUICK_SHARES, policies=tax.QUICK_POLICIES
+    ).rows
+    assert [(row["executor"], row["policy"]) for row in rows] == [
+        (executor, policy) for executor in ("dry", "real") for policy in tax.QUICK_POLICIES
+    ]
+    assert all(row["preemptions"] for row in rows)
+    assert sum(row["steps"] for row in rows if row["executor"] == "real") < 150
 
 
 def test_the_makespan_of_the_dry_run_follows_the_profile_it_is_given(tmp_path: Path) -> None:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from giveway.bench.measure import Report, sample
 from giveway.build import BuiltEngine, build_on, load_model
+from giveway.core.config import blocks_for
 from giveway.core.sampling import SamplingParams
 from giveway.options import EngineOptions
 
-CONTEXT_TOKENS = 256
-PREFILL_TOKENS = 512
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured, and how often."""
+
+    batches: tuple[int, ...] = (1, 8, 16)
+    context_tokens: int = 256  # of each request that decodes
+    num_steps: int = 32  # of decode
+    prefill_tokens: int = 512
+    num_rounds: int = 7
 
 
-def bench_exact(options: EngineOptions, *, num_rounds: int = 5, num_steps: int = 32) -> Report:
+FULL = Sizes()
+QUICK = Sizes(batches=(1, 8), context_tokens=32, num_steps=8, prefill_tokens=128, num_rounds=2)
+
+
+def bench_exact(options: EngineOptions, *, sizes: Sizes = FULL) -> Report:
     """Measure decode at several batch sizes and one long prefill, exact and not exact alternating."""
     engines = {
         exact: build_on(
@@ -24,7 +37,7 @@ def bench_exact(options: EngineOptions, *, num_rounds: int = 5, num_steps: int =
             replace(
                 options,
                 exact=exact,
-                num_kv_blocks=_num_blocks(options, num_steps),
+                num_kv_blocks=_num_blocks(options, sizes),
                 swap_space=0,
                 enable_prefix_caching=False,  # the same prompts come in every round, and are to be computed
             ),
@@ -32,16 +45,17 @@ def bench_exact(options: EngineOptions, *, num_rounds: int = 5, num_steps: int =
         for exact in (True, False)
     }
     works: list[tuple[str, Callable[[BuiltEngine], float]]] = [
-        (f"decode, batch {batch}", lambda built, batch=batch: _decode_tok_s(built, batch, num_steps))  # type: ignore[misc]
-        for batch in (1, 8, 16)
+        (f"decode, batch {batch}", lambda built, batch=batch: _decode_tok_s(built, batch, sizes))  # type: ignore[misc]
+        for batch in sizes.batches
     ]
-    works.append((f"prefill of {PREFILL_TOKENS}", _prefill_tok_s))
+    num_tokens = sizes.prefill_tokens
+    works.append((f"prefill of {num_tokens}", lambda built: _prefill_tok_s(built, num_tokens)))
     rows = []
     for name, work in works:
         for built in engines.values():
             work(built)  # warm-up
         speeds: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(num_rounds):
+        for number in range(sizes.num_rounds):
             for exact in (True, False) if number % 2 else (False, True):
                 speeds[exact].append(work(engines[exact]))
         with_it, without = sample(speeds[True]), sample(speeds[False])
@@ -59,16 +73,17 @@ def bench_exact(options: EngineOptions, *, num_rounds: int = 5, num_steps: int =
         "exact": engines[True].model.backend.description,
         "fast": engines[False].model.backend.description,
         "model": engines[True].model.name,
-        "context_tokens": CONTEXT_TOKENS,
-        "decode_steps": num_steps,
-        "rounds": num_rounds,
+        "context_tokens": sizes.context_tokens,
+        "decode_steps": sizes.num_steps,
+        "rounds": sizes.num_rounds,
     }
     return Report("What exactness costs", settings, rows)
 
 
-def _num_blocks(options: EngineOptions, num_steps: int) -> int:
-    """Blocks with room for every batch measured."""
-    return 16 * (1 + (CONTEXT_TOKENS + num_steps) // options.block_size)
+def _num_blocks(options: EngineOptions, sizes: Sizes) -> int:
+    """Blocks with room for everything measured."""
+    of_one = 1 + (sizes.context_tokens + sizes.num_steps) // options.block_size
+    return max(max(sizes.batches) * of_one, blocks_for(sizes.prefill_tokens, options.block_size))
 
 
 def _prompt(built: BuiltEngine, num_tokens: int, number: int) -> list[int]:
@@ -77,12 +92,12 @@ def _prompt(built: BuiltEngine, num_tokens: int, number: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 
-def _decode_tok_s(built: BuiltEngine, batch: int, num_steps: int) -> float:
+def _decode_tok_s(built: BuiltEngine, batch: int, sizes: Sizes) -> float:
     """Tokens per second of `batch` requests in steady decode."""
-    params = SamplingParams(temperature=0, max_tokens=num_steps + 1, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=sizes.num_steps + 1, ignore_eos=True)
     engine = built.engine
     for number in range(batch):
-        engine.submit(_prompt(built, CONTEXT_TOKENS, number), params)
+        engine.submit(_prompt(built, sizes.context_tokens, number), params)
     engine.step()
     while any(not request.output_token_ids for request in engine.scheduler.requests.values()):
         engine.step()
@@ -92,10 +107,10 @@ def _decode_tok_s(built: BuiltEngine, batch: int, num_steps: int) -> float:
     return num_tokens / (time.perf_counter() - started_s)
 
 
-def _prefill_tok_s(built: BuiltEngine) -> float:
+def _prefill_tok_s(built: BuiltEngine, num_tokens: int) -> float:
     """Prompt tokens per second of one prefill."""
-    built.engine.submit(_prompt(built, PREFILL_TOKENS, 0), SamplingParams(temperature=0, max_tokens=1))
+    built.engine.submit(_prompt(built, num_tokens, 0), SamplingParams(temperature=0, max_tokens=1))
     started_s = time.perf_counter()
     while built.engine.has_work:
         built.engine.step()
-    return PREFILL_TOKENS / (time.perf_counter() - started_s)
+    return num_tokens / (time.perf_counter() - started_s)

@@ -29,7 +29,7 @@ def command(ctx: click.Context) -> None:
 
 
 def _takes_report_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    function = flag("quick", is_flag=True, help="Fewer rounds: under 30 seconds.")(function)
+    function = flag("quick", is_flag=True, help="Fewer rounds and smaller sizes: under 30 seconds.")(function)
     return takes_json_file("machine, settings and rows")(function)
 
 
@@ -38,10 +38,9 @@ def _takes_report_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @takes_engine_options(only=("model", "device", "dtype", "num_threads"))
 def exact(options: EngineOptions, quick: bool, json_file: str | None) -> None:
     """What exactness costs: decode and prefill with and without it, alternating."""
-    from giveway.bench.exact import bench_exact
+    from giveway.bench.exact import FULL, QUICK, bench_exact
 
-    report = bench_exact(options, num_rounds=2 if quick else 7, num_steps=16 if quick else 32)
-    _show(report, json_file)
+    _show(bench_exact(options, sizes=QUICK if quick else FULL), json_file)
 
 
 @command.command("start")
