@@ -62,7 +62,13 @@ def test_the_native_kernels_answer_and_preempt_without_torch() -> None:
 
 
 def test_what_needs_torch_names_it() -> None:
-    for arguments in (["bench", "swap", "--quick"], ["generate", "-m", "tiny", "--backend", "torch", "Hello"]):
+    for arguments in (
+        ["bench", "swap", "--quick"],
+        ["bench", "tax", "--quick"],
+        ["bench", "exact", "--quick"],
+        ["demo", "--write-up"],
+        ["generate", "-m", "tiny", "--backend", "torch", "Hello"],
+    ):
         done = run(COMMANDS, *arguments)
         assert done.returncode == 1
         assert done.stderr == (
