@@ -23,7 +23,8 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """A model for offline use. Keyword arguments are the fields of `EngineOptions`; sizes may be text such as "64MiB".
 
-    Calls from several threads wait for each other. Example:
+    Calls from several threads wait for each other. A child forked after a step hangs in its own, because the threads of
+    OpenMP are not copied: start processes by `spawn`. Example:
     LLM(swap_space="64MiB").generate(["Hello"], SamplingParams(max_tokens=8), priorities=[0])
     """
 

@@ -12,7 +12,11 @@ from giveway.options import EngineOptions
 
 
 @click.command("demo")
-@flag("write_up", is_flag=True, help="Run the preemption tutorial's demonstration on the tiny model instead.")
+@flag(
+    "write_up",
+    is_flag=True,
+    help="Run the preemption tutorial's demonstration on the tiny model instead; needs PyTorch.",
+)
 @takes_json_file("the results")
 @takes_engine_options(only=("model", "device", "backend", "dtype", "exact", "num_threads", "check_invariants"))
 def command(options: EngineOptions, write_up: bool, json_file: str | None) -> int:
