@@ -135,6 +135,11 @@ def test_the_command_writes_the_rows_it_prints(
     assert "share_pct" in capsys.readouterr().out
 
 
+def test_no_thread_at_all_is_not_taken_for_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--quick", "--num-threads", "0"]) != 0
+    assert "num_threads is 0; it must be from 1 to 1024" in capsys.readouterr().err
+
+
 def test_without_the_kernels_the_command_says_how_to_get_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

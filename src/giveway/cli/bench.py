@@ -103,7 +103,8 @@ def kernels(options: EngineOptions, isa: str | None, quick: bool, json_file: str
     limit_spinning()
     from giveway.bench.kernels import FULL, QUICK, bench_kernels, choose_setting
 
-    setting = choose_setting(isa=isa, dtype=options.dtype, num_threads=options.num_threads or default_num_threads())
+    num_threads = default_num_threads() if options.num_threads is None else options.num_threads
+    setting = choose_setting(isa=isa, dtype=options.dtype, num_threads=num_threads)
     _show(bench_kernels(setting, sizes=QUICK if quick else FULL, num_rounds=2 if quick else 7), json_file)
 
 
