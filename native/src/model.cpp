@@ -13,7 +13,7 @@ namespace giveway {
 namespace {
 
 constexpr int64_t kStagesOfLayer = 8;  // at most
-// Rows for each thread from which on threads share rows, not weights; and that one takes at a time, at most.
+// Rows for each thread from which on threads share rows, not weights; and rows that one takes at a time, at most.
 constexpr int64_t kManyRows = 128, kMostRows = 384;
 
 void check_matrix(const SharedMatrix& matrix, int64_t num_outputs, int64_t num_inputs, const char* name) {
@@ -467,8 +467,8 @@ class Model::Worker {
   const KvLayout layout_;
   const int64_t window_;
   int64_t stage_ = 0;
-  int64_t passing_place_ =
-      0;  // of the step's first row in the buffers of rows that pass by: of others, before their begin
+  // Where the step's row 0 would lie in the buffers of rows on their way: this thread's part of them holds its own only.
+  int64_t passing_place_ = 0;
 };
 
 void Model::run(const Batch& batch, const Pool& pool, int num_threads) {
