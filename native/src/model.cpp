@@ -467,7 +467,7 @@ class Model::Worker {
   const KvLayout layout_;
   const int64_t window_;
   int64_t stage_ = 0;
-  // Where the step's row 0 would lie in the buffers of rows on their way: this thread's part of them holds its own only.
+  // Where row 0 of the step would lie in the buffers of rows on their way, whose part for this thread holds its own.
   int64_t passing_place_ = 0;
 };
 
