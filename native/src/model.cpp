@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kStagesOfLayer = 8;  // at most
 // Rows for each thread from which on threads share rows, not weights; and rows that one takes at a time, at most.
-constexpr int64_t kManyRows = 128, kMostRows = 384;
+constexpr int64_t kManyRows = 192, kMostRows = 384;
 
 void check_matrix(const SharedMatrix& matrix, int64_t num_outputs, int64_t num_inputs, const char* name) {
   require(matrix != nullptr, std::string(name) + " is missing");

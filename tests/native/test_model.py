@@ -140,11 +140,11 @@ def test_many_decodes_that_take_their_heads_together_get_what_each_gets_alone(
 def test_a_step_of_many_rows_gives_what_steps_of_few_give(num_threads: int, isa: str, compute: str) -> None:
     # Goal: threads share the rows of a large step and the weights of a small one. Four threads have too few rows each.
     model = make_small_model(has_biases=True).pack(compute=compute, isa=isa)
-    prompts = np.random.default_rng(4).integers(0, SHAPE["vocab_size"], (3, 149)).tolist()
-    tables = [list(range(start, start + 10)) for start in (0, 10, 20)]
+    prompts = np.random.default_rng(4).integers(0, SHAPE["vocab_size"], (4, 149)).tolist()
+    tables = [list(range(start, start + 10)) for start in (0, 10, 20, 30)]
     chunks = [Chunk(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)]
-    found = Runner(model, num_blocks=30, num_threads=num_threads).logits(*chunks)
-    alone = Runner(model, num_blocks=30)
+    found = Runner(model, num_blocks=40, num_threads=num_threads).logits(*chunks)
+    alone = Runner(model, num_blocks=40)
     for number, chunk in enumerate(chunks):
         parts = [
             alone.logits(Chunk(chunk.tokens[start:end], start, chunk.table)) for start, end in pairwise([0, 5, 80, 149])
