@@ -36,7 +36,7 @@ def command(options: EngineOptions, num_requests: int, num_tokens: int, json_fil
     Requests are answered alone, then again while they fight over a pool that is too small: swapped to the host and to
     disk, dropped and recomputed, in part and as a whole, in small and large chunks and batches, with the prefix cache,
     on one thread and on two. Tokens, text and log-probabilities are compared. Exit code 1: an answer differs, or a mode
-    did not preempt as it should and so has shown nothing. About a minute with the embedded model.
+    did not preempt as it should and so has shown nothing. Half a minute or a few with the embedded model.
     """
     from giveway.verify.check import verify
     from giveway.verify.report import as_json, make_console, show
