@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from giveway_kernels._native import (
     Matrix,
     Model,
@@ -30,10 +28,6 @@ __all__ = [
     "multiply_peak",
     "read_peak",
 ]
-
-# C++ compares the name letter by letter.
-if (_forced := os.environ.get("GIVEWAY_KERNELS_ISA")) is not None:
-    os.environ["GIVEWAY_KERNELS_ISA"] = _forced.lower()
 
 
 def default_compute(isa: str = "") -> str:

@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include <cctype>
 #include <csetjmp>
 #include <csignal>
 #include <cstdlib>
@@ -185,10 +186,11 @@ const std::vector<SetState>& instruction_sets() {
 }
 
 const Kernels& kernels_named(const std::string& name) {
-  std::string usable;
+  std::string usable, wanted = name;
+  for (char& letter : wanted) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
   for (const SetState& set : instruction_sets()) {
     if (set.why_not.empty()) usable += (usable.empty() ? "" : ", ") + std::string(set.kernels->name);
-    if (name != set.kernels->name) continue;
+    if (wanted != set.kernels->name) continue;
     if (!set.why_not.empty())
       throw std::runtime_error("instruction set '" + name + "' cannot run here: " + set.why_not);
     return *set.kernels;
