@@ -59,12 +59,13 @@ def choose_backend(options: EngineOptions, config: ModelConfig) -> BackendChoice
     if reason is None:
         other = "--backend torch chooses PyTorch" if torch.is_installed() else "PyTorch is not installed"
         return BackendChoice(BackendName.NATIVE, f"installed, and can run this model; {other}")
-    if missing and not torch.is_installed():
-        raise MissingDependencyError(f"nothing can compute this model: {missing}, or PyTorch with {torch.PIP_TORCH}")
     if not torch.is_installed():
-        raise MissingDependencyError(
-            f"nothing can compute this model: {reason}; and PyTorch is not installed. {torch.INSTALL_TORCH}"
+        or_torch = (
+            f", or PyTorch with {torch.PIP_TORCH}"
+            if missing
+            else f"; and PyTorch is not installed. {torch.INSTALL_TORCH}"
         )
+        raise MissingDependencyError(f"nothing can compute this model: {reason}{or_torch}")
     return BackendChoice(BackendName.TORCH, reason, is_second_best=native.is_installed())
 
 
