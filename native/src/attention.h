@@ -76,8 +76,7 @@ static void attend(const AttentionArgs& args) {
     if constexpr (compute == Compute::bf16) shape_tiles(tiles[0].num_rows);
 #endif
     const int64_t first_token = args.start + row, last_token = first_token + num_tokens - 1;
-    const int64_t earliest = args.window > 0 ? std::max<int64_t>(first_token - args.window + 1, 0) : 0;
-    for (int64_t number = earliest / kPieceTokens; number <= last_token / kPieceTokens; ++number)
+    for (int64_t number = first_piece(first_token, args.window); number <= last_token / kPieceTokens; ++number)
       for (int64_t head = 0; head < args.num_kv_heads; ++head)
         attend_piece(tiles[head], args, find_piece(tiles[head], args, number));
     for (int64_t head = 0; head < args.num_kv_heads; ++head) close_tile(tiles[head], args, row);

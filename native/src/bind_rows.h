@@ -19,24 +19,15 @@ inline OwnedFloats floats(int64_t num_rows, int64_t num_columns) {
 }
 
 // Activations of a set, in a buffer of their own.
-class Activations {
- public:
+struct Activations : RowBuffer {
   Activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns)
-      : stride(activation_stride(num_columns)),
-        element_bytes_(kernels.activation_bytes(compute)),
-        buffer_(rounded_up(std::max<int64_t>(num_rows, 1), kernels.row_multiple) * stride * element_bytes_) {}
+      : RowBuffer(rounded_up(std::max<int64_t>(num_rows, 1), kernels.row_multiple), activation_stride(num_columns),
+                  kernels.activation_bytes(compute)) {}
 
-  std::byte* row(int64_t index) const { return buffer_.data() + index * stride * element_bytes_; }
   float value(int64_t index, int64_t column) const {
-    if (element_bytes_ == 4) return reinterpret_cast<const float*>(row(index))[column];
+    if (element_bytes == 4) return reinterpret_cast<const float*>(row(index))[column];
     return bf16_to_float(reinterpret_cast<const uint16_t*>(row(index))[column]);
   }
-
-  const int64_t stride;
-
- private:
-  int64_t element_bytes_;
-  AlignedBuffer buffer_;
 };
 
 inline const Kernels& kernels_or_chosen(const std::string& isa) {

@@ -50,6 +50,11 @@ constexpr int64_t heads_together(int64_t num_rows, int64_t group_size, int64_t n
   return num_rows * group_size <= kFewQueryRows ? equal_part(num_kv_heads, kMostHeadsTogether) : 1;
 }
 
+// Number of the first piece of positions that a query at `position` sees.
+constexpr int64_t first_piece(int64_t position, int64_t window) {
+  return window > 0 && position >= window ? (position - window + 1) / kPieceTokens : 0;
+}
+
 // What is read first by the attention after this one: its first piece of KV is asked for while this one ends.
 struct NextKv {
   const int32_t* table = nullptr;  // null: nobody knows

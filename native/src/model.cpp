@@ -166,14 +166,11 @@ void Model::make_room(int64_t num_rows, int64_t num_passing_rows) {
   const auto grown = [&](int64_t wanted, int64_t before) {
     return rounded_up(std::max(wanted, 2 * before), std::max<int64_t>(16, kernels_.row_multiple));
   };
-  const auto make = [](int64_t capacity, int64_t stride, int64_t element_bytes) {
-    return RowBuffer{AlignedBuffer(capacity * stride * element_bytes), stride, stride * element_bytes};
-  };
   const auto floats = [&](int64_t capacity, int64_t columns) {
-    return make(capacity, rounded_up(columns, kPanelColumns), sizeof(float));
+    return RowBuffer(capacity, rounded_up(columns, kPanelColumns), sizeof(float));
   };
   const auto activations = [&](int64_t capacity, int64_t columns) {
-    return make(capacity, activation_stride(columns), kernels_.activation_bytes(shape_.compute));
+    return RowBuffer(capacity, activation_stride(columns), kernels_.activation_bytes(shape_.compute));
   };
   if (num_rows > capacity_) {
     const int64_t capacity = grown(num_rows, capacity_);
@@ -428,9 +425,8 @@ class Model::Worker {
   }
 
   NextKv first_kv(const AttentionTask& task) const {
-    const int64_t earliest = window_ > 0 ? std::max(task.start - window_ + 1, int64_t{0}) : 0;
     return {batch_.sequences[static_cast<size_t>(task.sequence)].table, task.kv_head,
-            earliest / kPieceTokens * kPieceTokens, task.start + task.num_rows - 1};
+            first_piece(task.start, window_) * kPieceTokens, task.start + task.num_rows - 1};
   }
 
   void multiply_all(const Product& product, Range rows) {
@@ -438,7 +434,6 @@ class Model::Worker {
   }
 
   void multiply(const Product& product, Range rows, Range panels, bool same_x) {
-    const int64_t element_bytes = product.out.buffer.row_bytes / product.out.buffer.stride;
     MatmulArgs args;
     args.x = product.x.row(rows.first);
     args.x_stride = product.x.buffer.stride;
@@ -450,7 +445,7 @@ class Model::Worker {
     args.epilogue = product.epilogue;
     args.gate = shape_.gate;
     args.bias = product.bias;
-    args.out = product.out.row(rows.first) + product.first_column * element_bytes;
+    args.out = product.out.row(rows.first) + product.first_column * product.out.buffer.element_bytes;
     args.out_stride = product.out.buffer.stride;
     args.scratch = scratch_;
     args.same_x = same_x;

@@ -77,15 +77,6 @@ struct Batch {
   std::vector<Sequence> sequences;  // they cover the rows in order
 };
 
-// Rows of float32 or of activations.
-struct RowBuffer {
-  AlignedBuffer memory;
-  int64_t stride = 0;  // elements
-  int64_t row_bytes = 0;
-
-  std::byte* row(int64_t index) const { return memory.data() + index * row_bytes; }
-};
-
 // Calls of several threads wait for each other.
 class Model {
  public:

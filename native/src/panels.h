@@ -32,6 +32,18 @@ class AlignedBuffer {
   int64_t size_ = 0;
 };
 
+// Rows of float32 or of activations, zeroed at first.
+struct RowBuffer {
+  int64_t stride = 0;  // elements
+  int64_t element_bytes = 0;
+  AlignedBuffer memory;
+
+  RowBuffer() = default;
+  RowBuffer(int64_t num_rows, int64_t row_stride, int64_t bytes)
+      : stride(row_stride), element_bytes(bytes), memory(num_rows * row_stride * bytes) {}
+  std::byte* row(int64_t index) const { return memory.data() + index * stride * element_bytes; }
+};
+
 // Zeroed memory of one matrix, aligned to 64 bytes. Small matrices share huge pages: a step reads all of them once, and
 // with pages of 4 KiB looks up an address for every 6,500 weights.
 std::shared_ptr<std::byte> matrix_memory(int64_t num_bytes);

@@ -114,10 +114,6 @@ GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
   const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(rounded.lanes), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16(high));
 }
-// The same to every second place; what lies between is not touched.
-GW_INLINE void store_every_second(uint16_t* at, v16 rounded) {
-  _mm512_mask_storeu_epi16(at, 0x55555555, _mm512_srli_epi32(_mm512_castps_si512(rounded.lanes), 16));
-}
 
 #elif defined(__AVX2__)
 
@@ -324,13 +320,16 @@ GW_INLINE void store_bf16(uint16_t* at, v16 rounded) {
 
 #endif
 
-#if !defined(__AVX512F__)
+// What store_bf16 stores, to every second place: what lies between is not touched.
 GW_INLINE void store_every_second(uint16_t* at, v16 rounded) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_epi16(at, 0x55555555, _mm512_srli_epi32(_mm512_castps_si512(rounded.lanes), 16));
+#else
   uint16_t values[kLanes];
   store_bf16(values, rounded);
   for (int lane = 0; lane < kLanes; ++lane) at[2 * lane] = values[lane];
-}
 #endif
+}
 
 // Numbers of which none is denormal, rounded to bfloat16, as 16-bit floats.
 GW_INLINE void store_rounded(uint16_t* at, v16 a) {

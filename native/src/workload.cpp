@@ -13,20 +13,36 @@
 namespace giveway {
 namespace {
 
-Rows activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns) {
-  return Rows(rounded_up(num_rows, kernels.row_multiple), activation_stride(num_columns),
-              kernels.activation_bytes(compute));
+// Rows filled with values between -1 and 1.
+RowBuffer filled_rows(int64_t num_rows, int64_t stride, int64_t element_bytes) {
+  RowBuffer rows(num_rows, stride, element_bytes);
+  uint32_t state = 1;
+  for (int64_t index = 0; index < num_rows * stride; ++index) {
+    state = state * 1664525u + 1013904223u;
+    const float value = static_cast<float>(state >> 8) * 0x1p-23f - 1.0f;
+    if (element_bytes == 4) {
+      reinterpret_cast<float*>(rows.memory.data())[index] = value;
+    } else {
+      reinterpret_cast<uint16_t*>(rows.memory.data())[index] = to_bf16(value);
+    }
+  }
+  return rows;
 }
 
-Rows product_out(const Kernels& kernels, const ProductShape& shape) {
+RowBuffer activations(const Kernels& kernels, Compute compute, int64_t num_rows, int64_t num_columns) {
+  return filled_rows(rounded_up(num_rows, kernels.row_multiple), activation_stride(num_columns),
+                     kernels.activation_bytes(compute));
+}
+
+RowBuffer product_out(const Kernels& kernels, const ProductShape& shape) {
   if (shape.epilogue == Epilogue::gate)
     return activations(kernels, shape.compute, shape.num_rows, shape.num_outputs / 2);
-  return Rows(rounded_up(shape.num_rows, kernels.row_multiple), shape.num_outputs, 4);
+  return filled_rows(rounded_up(shape.num_rows, kernels.row_multiple), shape.num_outputs, 4);
 }
 
-Rows pool_of(const AttentionShape& shape) {
+RowBuffer pool_of(const AttentionShape& shape) {
   const int64_t element = shape.layout().element_bytes();
-  return Rows(shape.num_sequences * shape.blocks_of_sequence(), shape.layout().block_bytes() / element, element);
+  return filled_rows(shape.num_sequences * shape.blocks_of_sequence(), shape.layout().block_bytes() / element, element);
 }
 
 int64_t heads_of_call(const AttentionShape& shape) {
@@ -64,20 +80,6 @@ double Workload::run(int64_t num_turns, int num_threads) {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   num_turns_done_ += num_turns;
   return seconds;
-}
-
-Rows::Rows(int64_t num_rows, int64_t row_stride, int64_t element_bytes)
-    : stride(row_stride), element_bytes_(element_bytes), buffer_(num_rows * row_stride * element_bytes) {
-  uint32_t state = 1;
-  for (int64_t index = 0; index < num_rows * stride; ++index) {
-    state = state * 1664525u + 1013904223u;
-    const float value = static_cast<float>(state >> 8) * 0x1p-23f - 1.0f;
-    if (element_bytes == 4) {
-      reinterpret_cast<float*>(buffer_.data())[index] = value;
-    } else {
-      reinterpret_cast<uint16_t*>(buffer_.data())[index] = to_bf16(value);
-    }
-  }
 }
 
 ProductWorkload::ProductWorkload(const Kernels& kernels, std::shared_ptr<const Matrix> matrix,
@@ -155,8 +157,8 @@ void AttentionWorkload::compute(const Share& share) const {
 NormWorkload::NormWorkload(const Kernels& kernels, int64_t num_rows, int64_t size, Compute compute)
     : Workload(kernels, {num_rows}, 0),
       compute_(compute),
-      rows_(num_rows, size, 4),
-      weight_(1, size, 4),
+      rows_(filled_rows(num_rows, size, 4)),
+      weight_(filled_rows(1, size, 4)),
       out_(activations(kernels, compute, num_rows, size)) {}
 
 void NormWorkload::compute(const Share& share) const {
@@ -168,8 +170,8 @@ void NormWorkload::compute(const Share& share) const {
 RotationWorkload::RotationWorkload(const Kernels& kernels, const AttentionShape& shape)
     : Workload(kernels, {shape.num_rows}, 0),
       shape_(shape),
-      qkv_(shape.num_rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size, 4),
-      angles_(shape.num_rows, shape.head_size, 4),
+      qkv_(filled_rows(shape.num_rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size, 4)),
+      angles_(filled_rows(shape.num_rows, shape.head_size, 4)),
       queries_(activations(kernels, shape.compute, shape.num_rows, shape.num_heads * shape.head_size)),
       pool_(pool_of(shape)) {}
 

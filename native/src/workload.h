@@ -47,19 +47,6 @@ class Workload {
   int64_t num_turns_done_ = 0;
 };
 
-// Rows of floats or activations, filled with values between -1 and 1.
-class Rows {
- public:
-  Rows(int64_t num_rows, int64_t stride, int64_t element_bytes);
-  std::byte* row(int64_t index) const { return buffer_.data() + index * stride * element_bytes_; }
-
-  const int64_t stride;  // elements
-
- private:
-  int64_t element_bytes_;
-  AlignedBuffer buffer_;
-};
-
 struct ProductShape {
   int64_t num_rows = 0;
   int64_t num_outputs = 0;  // a multiple of 16; 32 for Epilogue::gate
@@ -78,7 +65,7 @@ class ProductWorkload : public Workload {
 
   std::shared_ptr<const Matrix> matrix_;
   ProductShape shape_;
-  Rows x_, out_;
+  RowBuffer x_, out_;
 };
 
 struct AttentionShape {
@@ -104,7 +91,7 @@ class AttentionWorkload : public Workload {
   void compute(const Share& share) const override;
 
   AttentionShape shape_;
-  Rows queries_, out_, pool_;
+  RowBuffer queries_, out_, pool_;
   std::vector<int32_t> tables_;
 };
 
@@ -117,7 +104,7 @@ class NormWorkload : public Workload {
   void compute(const Share& share) const override;
 
   Compute compute_;
-  Rows rows_, weight_, out_;
+  RowBuffer rows_, weight_, out_;
 };
 
 // Rotation of queries and keys of rows at consecutive positions, and storing of their KV.
@@ -129,7 +116,7 @@ class RotationWorkload : public Workload {
   void compute(const Share& share) const override;
 
   AttentionShape shape_;
-  Rows qkv_, angles_, queries_, pool_;
+  RowBuffer qkv_, angles_, queries_, pool_;
 };
 
 }  // namespace giveway
